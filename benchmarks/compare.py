@@ -46,6 +46,8 @@ ENGINES = Path(__file__).parent / "engines"
 RESULTS = Path(__file__).parent / "results"
 QUIET_CPU_S = 0.1
 """Processor time of an engine within a second that does not disturb another one."""
+SEEDS = 10**6
+"""Of prompts that one comparison draws, at most."""
 SHORT_S, SHORT_RUNS = 0.2, 5
 """A work that takes less than `SHORT_S` seconds runs `SHORT_RUNS` times, and the median is used."""
 
@@ -206,26 +208,40 @@ def timed(engine: Engine, work: Work, output: int, seed: int) -> dict[str, float
     asked = {"count": work.count, "input": work.input, "shared": work.shared, "output": output}
     runs = [engine.run(**asked, seed=seed)]
     while runs[0]["seconds"] < SHORT_S and len(runs) < SHORT_RUNS:
-        runs.append(engine.run(**asked, seed=seed + 10**7 * len(runs)))
+        runs.append(engine.run(**asked, seed=seed + 10**9 * len(runs)))
     return sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]
 
 
 def compare(
-    engines: list[Engine], works: tuple[Work, ...], runs: int, floor_now: Callable[[Work], float]
+    engines: list[Engine],
+    works: tuple[Work, ...],
+    runs: int,
+    floor_now: Callable[[Work], float],
+    first_seed: int = 0,
 ) -> dict[Work, dict[str, Measured]]:
-    """All works by all engines, in turn. floor_now: the best value of a work that the machine allows now."""
+    """All works by all engines, in turn.
+
+    floor_now: the best value of a work that the machine allows now. first_seed: of the prompts; with another one, a
+    multiple of `SEEDS`, an engine that has run before gets prompts that it has not seen.
+    """
     for engine in engines:
         engine.wait_until_quiet()
     results: dict[Work, dict[str, Measured]] = {}
     for number, work in enumerate(works):
         results[work] = {engine.name: Measured() for engine in engines}
         for engine in engines:  # whatever happens at a first time only
-            engine.run(count=min(work.count, 4), input=work.input, shared=0, output=4, seed=10**6 + number)
+            engine.run(
+                count=min(work.count, 4),
+                input=work.input,
+                shared=0,
+                output=4,
+                seed=first_seed + 10**5 + number,
+            )
         for run in range(runs):
             for engine in engines[run % len(engines) :] + engines[: run % len(engines)]:
                 measured = results[work][engine.name]
                 floor = floor_now(work) if engine is engines[0] else None
-                value, idle = measure(engine, work, 1000 * number + run)
+                value, idle = measure(engine, work, first_seed + 1000 * number + run)
                 measured.values.append(value)
                 if idle is not None:
                     measured.idle_shares.append(idle)
@@ -298,9 +314,9 @@ def compare_families(folder: Path, works: tuple[Work, ...], runs: int, options: 
     rows = [["family", *(f"{work.label}, Llama's" for work in works), "weights", "start, s"]]
     rows.append(["---"] * len(rows[0]))
     written: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": processor(), "options": options}
-    for own in sorted(path for path in folder.iterdir() if path.name != "llama"):
+    for number, own in enumerate(sorted(path for path in folder.iterdir() if path.name != "llama")):
         engine = Engine(f"pagewire:{own.name}", sys.executable, str(own), more)
-        found = compare([engine, llama], works, runs, lambda work: math.nan)
+        found = compare([engine, llama], works, runs, lambda work: math.nan, number * SEEDS)
         engine.close()
         size = num_read_weights(own) / read
         cells = []

@@ -20,10 +20,11 @@ from tokenizers import Tokenizer
 
 from benchmarks.limits import processor
 from benchmarks.target_text import NUM_PROMPT_TOKENS, texts
-from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.speculative import SpeculativeConfig, method_of
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.workers.process.wiring import open_runner
 from pagewire.workers.run.runner import Runner
 from tests.workers.speculation.speculating import Speculated, SpeculativeDriver
 
@@ -87,7 +88,7 @@ def main() -> None:
         quantization=options.model_quantization,
         speculative=speculative,
     )
-    runner, _ = Runner.start(config, lambda *_: None)
+    runner, _ = open_runner(config, lambda *_: None)
     tokenizer = Tokenizer.from_file(str(Path(options.draft) / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids[:NUM_PROMPT_TOKENS] for text in texts(held_out=True)]
     prompts = [ids for ids in prompts if len(ids) == NUM_PROMPT_TOKENS][: options.prompts]

@@ -29,11 +29,11 @@ class Worker:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from pagewire.engine_core.config.config import EngineConfig
         from pagewire.ipc.options.engine_args import EngineArgs
-        from pagewire.workers.run.runner import Runner
+        from pagewire.workers.process.wiring import open_runner
 
         args = EngineArgs(**arguments, max_num_seqs=MANY, max_num_batched_tokens=2048, max_model_len=1024)
         self.config = EngineConfig.resolve(args).worker_config()
-        self.runner, self.ready = Runner.start(self.config, lambda *_: None)
+        self.runner, self.ready = open_runner(self.config, lambda *_: None)
 
     def prefill(self, num_requests: int, length: int) -> float:
         """Seconds that prompts of `length` tokens take, one for each request; a step takes all that fit."""

@@ -47,8 +47,9 @@ ROADS = """\
 ## How decoders run
 
 A stack is plain data, which the compiled kernels run in one call ([ARCHITECTURE.md](../ARCHITECTURE.md)). What no
-stack describes yet runs as transformers' module, layer by layer: the same tokens, more slowly. On the CPU, in
-float32.
+stack describes runs as transformers' module, layer by layer: the same tokens, more slowly, and for text on one
+device alone. Adapters, several workers, draft models, CUDA graphs and pictures are refused by name, until somebody
+describes the layers ([own_models.md](own_models.md)). On the CPU, in float32.
 """
 MATRIX = """\
 ## What decoders are served with

@@ -26,7 +26,7 @@ from pagewire.engine_core.config.config import EngineConfig
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
-from pagewire.workers.run.runner import Runner
+from pagewire.workers.process.wiring import open_runner
 
 PROMPT, VOCABULARY = 64, 32000
 Step = Callable[[], object]
@@ -44,7 +44,7 @@ def our_step(folder: Path, dtype: str, prompts: list[list[int]], most: int) -> S
         kv_cache_memory_bytes=1 << 31,
     )
     config = EngineConfig.resolve(args).worker_config()
-    runner, _ = Runner.start(config, lambda *_: None)
+    runner, _ = open_runner(config, lambda *_: None)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=most)
     needed = -(-(PROMPT + most) // config.block_size)
     for slot, prompt in enumerate(prompts):

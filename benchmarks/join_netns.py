@@ -97,7 +97,7 @@ def main() -> None:
         return
     alone = measure(options.model, None)
     with tempfile.TemporaryDirectory() as folder:
-        from pagewire.ipc.wire.group_key import GroupKey
+        from pagewire.ipc.join.group_key import GroupKey
 
         key = Path(folder) / "key"
         GroupKey.read_or_make(key)

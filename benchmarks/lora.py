@@ -29,7 +29,7 @@ from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.lora import LoadAdapter, LoRAConfig
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, WorkerConfig
-from pagewire.workers.run.runner import Runner
+from pagewire.workers.process.wiring import open_runner
 
 LENGTH = 128  # tokens of a prompt, and of its output
 PROMPTS_AT_ONCE = 4
@@ -82,7 +82,7 @@ class Worker:
         self.config: WorkerConfig = EngineConfig.resolve(args).worker_config()
         self.config.lora = lora
         self._awake = threading.Event()
-        self.runner, self.ready = Runner.start(self.config, lambda *_: None, wake=self._awake.set)
+        self.runner, self.ready = open_runner(self.config, lambda *_: None, wake=self._awake.set)
         self.num_requests = num_requests
 
     def load(self, index: int, folder: Path) -> float:

@@ -24,9 +24,9 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.network.loaded import Phases
+from pagewire.workers.process import wiring
 from pagewire.workers.ranks.single import SingleRank
-from pagewire.workers.run import assembly
-from pagewire.workers.run.room import why_not_recorded
+from pagewire.workers.run.room import records_steps, why_not_recorded
 from pagewire.workers.run.runner import Runner
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.forms import NotStoredError, describe
@@ -183,13 +183,13 @@ def cuda_graph(trial: Trial) -> str:
     # Read from a file of another dtype, weights are aligned, as they are on a GPU.
     folder = sized.write(trial.model.parent / "gpu", dtype="float32")
     config, launcher = WorkerConfig(str(folder), **GPU_SIZES), EmulatedLauncher()
-    device = patch.object(assembly, "open_device", lambda _: EmulatedCudaDevice(launcher))
+    device = patch.object(wiring, "open_device", lambda _: EmulatedCudaDevice(launcher))
     with device, emulated(launcher):
         # Without the first steps, in which graphs are recorded.
-        parts = assembly.assemble(
+        steps = wiring.open_launcher(
             config, Phases(lambda *_: None), WeightsAhead(config), SingleRank(), lambda: None
         )
-        return YES if parts.warm_up.records else f"{REFUSED}{why_not_recorded(config, parts.launcher)}"
+        return YES if records_steps(config, steps) else f"{REFUSED}{why_not_recorded(config, steps)}"
 
 
 FEATURES: dict[str, Callable[[Trial], str]] = {

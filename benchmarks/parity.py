@@ -47,7 +47,7 @@ def class_names() -> dict[Named, str]:
         MODEL_MAPPING_NAMES,
     )
 
-    from pagewire.workers.network.pooling_spec import ENCODERS
+    from pagewire.workers.network.pooling_files import ENCODERS
 
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     named = {(CAUSAL, model_type): name for model_type, name in sorted(causal.items())}

@@ -31,8 +31,8 @@ float multiply(int64_t rounds) {
   return tile[0][0];
 }
 #else
-constexpr int kSums = kLanes == 16 ? 24 : 12;  // enough for their latency to be hidden
-#if defined(__AVX512BF16__)
+constexpr int kSums = kRegisters == 32 ? 24 : 12;  // enough for their latency to be hidden
+#if defined(PAGEWIRE_PAIRS)
 constexpr double kFlopPerRound = kSums * 4.0 * kLanes;  // pairs
 #else
 constexpr double kFlopPerRound = kSums * 2.0 * kLanes;
@@ -44,8 +44,8 @@ float multiply(int64_t rounds) {
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 24
     for (int s = 0; s < kSums; ++s)
-#if defined(__AVX512BF16__)
-      sums[s] = (Floats)_mm512_dpbf16_ps((__m512)sums[s], (__m512bh)factors[0], (__m512bh)factors[1]);
+#if defined(PAGEWIRE_PAIRS)
+      sums[s] = add_products(sums[s], (Pairs)factors[0], (Pairs)factors[1]);
 #else
       sums[s] = fma(factors[0], factors[1], sums[s]);
 #endif

@@ -28,7 +28,7 @@ import zmq
 
 from pagewire.engine_core.clients.clients import RECEIVE_QUEUE, SEND_QUEUE, Clients
 from pagewire.engine_core.config.config import EngineConfig
-from pagewire.engine_core.core import EngineCore
+from pagewire.engine_core.wiring import open_core
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.host.lifeline import Child, die_with_parent
@@ -82,7 +82,7 @@ def run_core(address: str, ranks: int, lifeline_fd: int) -> None:
     config = EngineConfig(args, Path(args.model), {}, None)
     command = (sys.executable, str(INSTANT_WORKER), "--num-blocks", str(NUM_BLOCKS))
     workers = WorkerGroup(config.worker_config(), LocalLauncher(context, command))
-    core = EngineCore(config, workers, Clients(socket, 60.0), lifeline_fd)
+    core = open_core(config, workers, Clients(socket, 60.0), lifeline_fd)
     core.on_ready = lambda: print("ready", flush=True)
     core.run()
     context.destroy(0)

@@ -28,8 +28,8 @@ from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.network.network import Network
+from pagewire.workers.process.wiring import open_runner
 from pagewire.workers.run import launch
-from pagewire.workers.run.runner import Runner
 
 KINDS = {
     (PackedLinear, "__call__"): "products",
@@ -55,7 +55,7 @@ class Steps:
     ) -> None:
         args = EngineArgs(model=model, quantization=quantization, max_num_seqs=num_requests)
         load = EngineConfig.resolve(args).worker_config()
-        self.runner, ready = Runner.start(load, lambda *_: None)
+        self.runner, ready = open_runner(load, lambda *_: None)
         self.num_requests, self.length = num_requests, num_tokens
         per_request = -(-(num_tokens + 2 * num_steps) // load.block_size)
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2 * num_steps)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.train_demo import read_corpus
 from pagewire.ipc.wire.worker_messages import WorkerConfig
-from pagewire.workers.run.runner import Runner
+from pagewire.workers.process.wiring import open_runner
 from tests.workers.driver import GREEDY, Driver
 
 HELD_OUT = 20  # of this many documents one is kept for the measurement
@@ -56,7 +56,7 @@ class Author:
             num_blocks=ROWS * LENGTH // 16,
             num_threads=num_threads,
         )
-        self._runner, _ = Runner.start(config, lambda *_: None)
+        self._runner, _ = open_runner(config, lambda *_: None)
 
     def go_on(self, prompts: Tensor) -> Tensor:
         """Lines int64 [N, LENGTH - 1] that begin with prompts, past any end of sequence."""

@@ -1,12 +1,12 @@
 """How long a model that sees takes to its first token, beside transformers; and what pictures do to other streams.
 
-    python -m benchmarks.vision [--dtype bfloat16] [--threads 2] [--rounds 5] [--layers 27]
+    python -m benchmarks.vision [--dtype bfloat16] [--threads 2] [--rounds 5] [--layers 27] [--pictures 40]
 
 A LLaVA with random weights: a tower of the shape of SigLIP So400m (27 layers of 1,152; a picture becomes 729
 tokens) before a Llama of 135M. Each round asks about another picture of 1,024 x 768, first here, then
-transformers (its processor, and `generate` of one token), then here again with the same picture. Last, a stream
-of tokens is timed alone, and beside a request with forty pictures: a token waits for the step that it is in, and
-the tower runs one picture in a step.
+transformers (its processor, and `generate` of one token), then here again with the same picture; no rounds: this is
+left out. Last, a stream of tokens is timed alone, and beside a request with many pictures, for each of
+`--max-step-ms`: a token waits for the step that it is in, and without a limit (0) a step runs a picture as a whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from pagewire import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 
 PLACE, VOCABULARY = 1000, 1024
 SIZE = (1024, 768)
-PICTURES = 40
 DELTA = RequestOutputKind.DELTA
 
 
@@ -132,17 +131,18 @@ def median(times: list[float]) -> float:
     return statistics.median(times[1:])
 
 
-async def beside_pictures(address: str) -> None:
-    """Time the tokens of a stream alone, and beside a request with many pictures."""
+async def beside_pictures(address: str, count: int, limit: int) -> None:
+    """Time the tokens of a stream alone, and beside a request with many pictures. limit: milliseconds of a step."""
     llm = AsyncLLM.attach(address)
     rng = np.random.default_rng(1)
-    images = [picture(rng) for _ in range(PICTURES)]
-    prompt: Any = {"prompt": " ".join(["<image> w2"] * PICTURES), "multi_modal_data": {"image": images}}
+    images = [picture(rng) for _ in range(count)]
+    prompt: Any = {"prompt": " ".join(["<image> w2"] * count), "multi_modal_data": {"image": images}}
     alone = await gaps(llm, asyncio.sleep(5.0))
     begin = time.perf_counter()
     beside = await gaps(llm, answer(llm, prompt))
     seconds = time.perf_counter() - begin
-    for name, times in (("alone", alone), (f"beside {PICTURES} pictures ({seconds:.1f} s)", beside)):
+    print(f"steps of {limit or 'any number of'} ms:")
+    for name, times in (("alone", alone), (f"beside {count} pictures ({seconds:.1f} s)", beside)):
         print(f"a token {name}: {statistics.median(times) * 1e3:.1f} ms, at most {max(times) * 1e3:.1f}")
     llm.shutdown()
 
@@ -176,24 +176,31 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=27, help="of the tower")
+    parser.add_argument("--pictures", type=int, default=40, help="of the request beside the stream")
+    parser.add_argument(
+        "--max-step-ms", type=int, nargs="+", default=[0, 200], help="limits of steps; 0: none"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     print(processor())
     with tempfile.TemporaryDirectory() as name:
         model = make(Path(name), getattr(torch, options.dtype), options.layers)
-        with LLM(
-            name,
-            dtype=options.dtype,
-            max_model_len=32768,
-            kv_cache_memory_bytes=2 << 30,
-            num_threads=options.threads,
-            limit_mm_per_prompt={"image": PICTURES},
-        ) as llm:
-            first_tokens(llm, model, Path(name), options.rounds)
-            spawned = llm.session._spawned
-            assert spawned is not None
-            asyncio.run(beside_pictures(spawned.address))
+        for limit in options.max_step_ms:
+            with LLM(
+                name,
+                dtype=options.dtype,
+                max_model_len=32768,
+                kv_cache_memory_bytes=2 << 30,
+                num_threads=options.threads,
+                limit_mm_per_prompt={"image": options.pictures},
+                max_step_ms=limit,
+            ) as llm:
+                if limit == options.max_step_ms[0] and options.rounds:
+                    first_tokens(llm, model, Path(name), options.rounds)
+                spawned = llm.session._spawned
+                assert spawned is not None
+                asyncio.run(beside_pictures(spawned.address, options.pictures, limit))
 
 
 if __name__ == "__main__":

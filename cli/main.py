@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from pagewire.cli.commands import SUMMARIES, build_parser
+from pagewire.cli.commands import NEXT, SUMMARIES, build_parser
 from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
@@ -21,6 +21,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             words = sys.argv[1:] if argv is None else argv
+            if not words:
+                show(NEXT.rstrip(), stream=sys.stderr)
+                return 2
             command = next((word for word in words if word in SUMMARIES), "")
             if command:
                 from pagewire.ipc.environment import adopt_vllm_names  # `--help` goes without it

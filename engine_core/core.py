@@ -13,24 +13,20 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 import zmq
 
 from pagewire.engine_core.clients.clients import GREETING_MS, Clients
 from pagewire.engine_core.clients.early import EarlyFrontends
-from pagewire.engine_core.clients.kv_events import KVPublisher
-from pagewire.engine_core.config.config import EngineConfig
-from pagewire.engine_core.engine import EngineHost, OpenEngine
-from pagewire.engine_core.grammar.start import begin_tokenizer
-from pagewire.engine_core.media.start import start_media
+from pagewire.engine_core.engine import EngineHost
 from pagewire.engine_core.serving import Serving, check_size
-from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
+from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.supervisor import WorkerSupervisor
 from pagewire.ipc.errors import EngineStoppedError, error_text, received_error
 from pagewire.ipc.host.heap import freeze_heap, release_spare_memory
 from pagewire.ipc.wire import messages
-from pagewire.ipc.wire.lora import AdapterLoaded
-from pagewire.ipc.wire.worker_messages import Ready, StepResult, WorkerFailed
+from pagewire.ipc.wire.worker_messages import Ready, WorkerFailed
 
 logger = logging.getLogger("pagewire.core")
 
@@ -38,17 +34,35 @@ TICK_SECONDS = (
     1.0  # interval of heartbeats, and the longest wait for a message: timeouts are checked this often
 )
 TIDY_SECONDS = 1.0  # between two times that spare memory is given back
+SAVE_SECONDS = 60.0  # after the last request, for KV blocks to be written to disk
 # The longest wait while a frontend has unsent deltas. No event says when its socket has room again, so sending
 # is retried this often.
 BEHIND_SECONDS = 0.02
 
 
+class EngineOpener(Protocol):
+    """Opens what a core serves with; see `wiring.py`."""
+
+    def begin(self) -> None:
+        """Begin with what takes long, while the workers start."""
+
+    def open(self, host: EngineHost, ready: Ready) -> Serving:
+        """What serves the requests of workers that are ready. May block.
+
+        Raises:
+            ValueError, RuntimeError: the options or the files of the model do not fit; the text says why.
+        """
+
+    def close(self) -> None:
+        """End what was begun."""
+
+
 class EngineCore:
     """The loop that connects scheduler, worker and frontends.
 
+    opener: opens what runs requests, once the workers are ready.
     lifeline_fd: a file descriptor that becomes readable when the process that spawned this core has ended, upon
         which the core stops; -1 for none.
-    publisher: publishes what becomes of KV blocks; None if nothing is published.
 
     Attributes:
         serving: what runs requests; None until the first worker is ready.
@@ -57,19 +71,18 @@ class EngineCore:
 
     def __init__(
         self,
-        config: EngineConfig,
         worker: WorkerGroup,
         clients: Clients,
+        opener: EngineOpener,
         lifeline_fd: int = -1,
-        publisher: KVPublisher | None = None,
     ) -> None:
-        self.config, self.worker, self.clients = config, worker, clients
+        self.worker, self.clients, self._opener = worker, clients, opener
         self.supervisor = WorkerSupervisor(worker, self._awaits_workers)
         self.serving: Serving | None = None
         self.on_ready: Callable[[], None] = lambda: None
         self._early = EarlyFrontends(clients)
         self._started_at = time.monotonic()
-        self._lifeline_fd, self._publisher = lifeline_fd, publisher
+        self._lifeline_fd = lifeline_fd
         self._poller = zmq.Poller()
         for source in (clients.socket, worker.socket, worker.exit_fd):
             self._poller.register(source, zmq.POLLIN)
@@ -78,8 +91,8 @@ class EngineCore:
         for fd in (self._wake_fd, lifeline_fd):
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
-        self._media_start = start_media(config)
         self._stop_by: float | None = None
+        self._save_by = 0.0
         self._next_heartbeat = self._next_tidying = 0.0
 
     # ------------------------------------------------------------ life
@@ -94,7 +107,7 @@ class EngineCore:
         cause: BaseException = EngineStoppedError("the engine core has shut down")
         try:
             self._start_worker()
-            self._tokenizer = begin_tokenizer(self.config)
+            self._opener.begin()
             while not self._is_over():
                 self._iterate()
         except BaseException as error:
@@ -103,13 +116,14 @@ class EngineCore:
         finally:
             self._announce_end(cause)
 
-    def stop(self, drain_seconds: float) -> None:
+    def stop(self, drain_seconds: float, save_seconds: float = SAVE_SECONDS) -> None:
         """Refuse new requests, give running ones `drain_seconds` to finish, then end; a second call ends at once.
 
-        May be called in a signal handler.
+        May be called in a signal handler. save_seconds: for saving what the next start can use, after that.
         """
-        now = time.monotonic()
-        self._stop_by = now if self._stop_by is not None else now + drain_seconds
+        now, again = time.monotonic(), self._stop_by is not None
+        self._stop_by = now if again else now + drain_seconds
+        self._save_by = now if again else self._stop_by + save_seconds
         self._wake()
 
     def _wake(self) -> None:
@@ -124,7 +138,12 @@ class EngineCore:
     def _is_over(self) -> bool:
         if self._stop_by is None:
             return False
-        return self.serving is None or self.serving.is_idle or time.monotonic() >= self._stop_by
+        if (serving := self.serving) is None:
+            return True
+        now = time.monotonic()
+        if not serving.is_idle and now < self._stop_by:
+            return False
+        return now >= self._save_by or serving.has_saved()
 
     def _iterate(self) -> None:
         serving = self.serving
@@ -134,11 +153,11 @@ class EngineCore:
         elif (due := self.supervisor.next_start) is not None:
             wait = min(wait, max(0.0, due - time.monotonic()))
         if serving is not None:
-            wait = min(wait, serving.engine.block_events.wait(time.monotonic()))
+            wait = min(wait, serving.wait(time.monotonic()))
         ready = {source for source, _ in self._poller.poll(math.ceil(wait * 1000))}
         awake_at = time.monotonic()
         if self._lifeline_fd in ready:
-            self.stop(0.0)
+            self.stop(0.0, 0.0)
         if self._wake_fd in ready:
             os.read(self._wake_fd, 64)
         if self.worker.socket in ready:
@@ -148,12 +167,11 @@ class EngineCore:
         self._receive_from_frontends(arrived=self.clients.socket in ready)
         self._check_timers()
         if (serving := self.serving) is not None:
-            serving.advance()
-            serving.engine.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
+            serving.advance(awake_at)
         if (now := time.monotonic()) >= self._next_tidying:  # steps are launched first: it takes milliseconds
             self._next_tidying = now + TIDY_SECONDS
             if serving is not None:
-                serving.engine.grammars.limit_memory()
+                serving.tidy()
             release_spare_memory()
 
     def _receive_from_frontends(self, *, arrived: bool) -> None:
@@ -170,8 +188,6 @@ class EngineCore:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + TICK_SECONDS
             self.clients.heartbeat(now)
-        if self.serving is not None:
-            self.serving.log_stats(now)
 
     def _announce_end(self, cause: BaseException) -> None:
         told = self._early.refuse(cause) or isinstance(cause, EngineStoppedError)
@@ -179,9 +195,8 @@ class EngineCore:
             # A worker may fail before the frontend that spawned this core has greeted.
             self.clients.refuse_all(cause, wait_ms=0 if told else GREETING_MS)
         else:
-            self.serving.engine.grammars.close()
-        if self._media_start is not None:
-            self._media_start.processor.close()
+            self.serving.close()
+        self._opener.close()
         for client in list(self.clients.attached.values()):
             stopped = isinstance(cause, EngineStoppedError)
             self.clients.send(client.identity, messages.CoreDying(error_text(cause), stopped))
@@ -191,7 +206,7 @@ class EngineCore:
 
     def _awaits_workers(self) -> bool:
         """True if requests or calls wait for workers."""
-        return self.serving is not None and self.serving.control.awaits_workers
+        return self.serving is not None and self.serving.awaits_workers
 
     def _check_worker(self, now: float) -> None:
         """Kill workers that hang, and start new ones when their time has come; end what has waited for too long."""
@@ -209,7 +224,7 @@ class EngineCore:
                 if self.serving is not None or message.traceback:  # else said later
                     trace = {"traceback": message.traceback}
                     logger.error("the worker failed: %s", message.error, extra=trace)
-            elif self.serving is not None and isinstance(message, StepResult | GroupReply | AdapterLoaded):
+            elif self.serving is not None:
                 self.serving.receive(message)
 
     def _worker_ready(self, ready: Ready) -> None:
@@ -219,13 +234,12 @@ class EngineCore:
         if (serving := self.serving) is None:
             serving = self._begin_serving(ready)
         else:
-            check_size(ready, serving.engine.scheduler.config)
-        serving.control.worker_ready()
+            check_size(ready, serving.engine.info)
+        serving.worker_ready(ready)
 
     def _begin_serving(self, ready: Ready) -> Serving:
         """Open the engine, and attach the frontends that wait for it."""
-        serving = Serving(OpenEngine.open(self._host(), ready))
-        serving.load_first_adapter(self.config.first_adapter)
+        serving = self._opener.open(self._host(), ready)
         self.serving, info = serving, serving.engine.info
         names = info.model, info.architecture, info.dtype
         numbers = info.num_blocks, info.block_size, info.max_model_len
@@ -242,16 +256,7 @@ class EngineCore:
     def _host(self) -> EngineHost:
         """What there is of the engine before."""
         return EngineHost(
-            self.config,
-            self.worker,
-            self.supervisor,
-            self.clients,
-            self._media_start,
-            self._tokenizer,
-            self._publisher,
-            self._wake,
-            self._is_stopping,
-            self._started_at,
+            self.worker, self.supervisor, self.clients, self._wake, self._is_stopping, self._started_at
         )
 
     def _worker_lost(self) -> None:
@@ -266,4 +271,4 @@ class EngineCore:
 
     def _start_worker(self) -> None:
         if (why := self.supervisor.start(time.monotonic())) is not None and self.serving is not None:
-            self.serving.control.worker_lost(why, was_ready=False)
+            self.serving.start_failed(why)

@@ -16,9 +16,10 @@ import zmq
 
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import RECEIVE_QUEUE, SEND_QUEUE, Clients
-from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.config.config import EngineConfig
-from pagewire.engine_core.core import EngineCore
+from pagewire.engine_core.events.kv_events import KVPublisher
+from pagewire.engine_core.tiers.peer_links import PeerLinks
+from pagewire.engine_core.wiring import open_core
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.choose import open_launcher
 from pagewire.engine_core.workers.launchers.early import EarlyWorker
@@ -128,10 +129,12 @@ def run(
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
     try:
-        config, workers, publisher = prepare(args, clients, context, early)
+        config, workers, publisher, peers = prepare(args, clients, context, early, listen.address, keys)
         if publisher is not None:
             stack.callback(publisher.close)
-        core = EngineCore(config, workers, clients, lifeline_fd, publisher)
+        if peers is not None:
+            stack.callback(peers.close)
+        core = open_core(config, workers, clients, lifeline_fd, publisher, peers)
         if listen.announce:
             core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -145,9 +148,15 @@ def run(
 
 
 def prepare(
-    args: EngineArgs, clients: Clients, context: zmq.Context[zmq.Socket[bytes]], early: EarlyWorker | None
-) -> tuple[EngineConfig, WorkerGroup, KVPublisher | None]:
-    """The configuration, the workers (only an early one is started yet), and the publisher of KV events.
+    args: EngineArgs,
+    clients: Clients,
+    context: zmq.Context[zmq.Socket[bytes]],
+    early: EarlyWorker | None,
+    address: str,
+    keys: CurveKeys | None,
+) -> tuple[EngineConfig, WorkerGroup, KVPublisher | None, PeerLinks | None]:
+    """The configuration, the workers (only an early one is started yet), the publisher of KV events, and the other
+    cores from which blocks are fetched. address: of this core, which may be among theirs.
 
     An error, as of `EngineConfig.resolve` and `open_launcher`, is also sent to the frontends that wait to attach.
     """
@@ -155,8 +164,11 @@ def prepare(
         needed = CORE_DESCRIPTORS + WORKER_DESCRIPTORS * args.num_workers
         require_descriptors(needed, "an engine core with these options")
         config, events = EngineConfig.resolve(args), args.resolved_kv_events()
+        others = [other for other in args.resolved_kv_peers() if other != address]
+        peers = None if args.kv_peers is None else PeerLinks(others, keys)
         publisher = None if events is None else KVPublisher(context, events, args.block_size)
-        return config, WorkerGroup(config.worker_config(), open_launcher(args, context, early)), publisher
+        workers = WorkerGroup(config.worker_config(), open_launcher(args, context, early))
+        return config, workers, publisher, peers
     except Exception as error:
         clients.refuse_all(error)
         raise

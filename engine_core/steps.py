@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Collection
 
-from pagewire.engine_core.clients.metrics import Metrics
 from pagewire.engine_core.clients.outbox import DeltaOutbox
 from pagewire.engine_core.schedule.scheduler import Scheduler
+from pagewire.engine_core.wings.wing import Wing
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.stopwatch import Stopwatch
+from pagewire.ipc.wire.steps import StepPlan, StepResult, Way
 from pagewire.ipc.wire.tasks import name_tasks_once
-from pagewire.ipc.wire.worker_messages import StepResult, Way
 
 logger = logging.getLogger("pagewire.core")
 
@@ -21,6 +22,7 @@ class StepDriver:
     """Keeps the workers busy with the scheduler's plans.
 
     stopwatch: restarted for each step that becomes the oldest in flight. outbox: gets the deltas.
+    wings: may send messages before plans, and learn from results.
 
     Attributes:
         busy_us: microseconds in which the workers ran steps. idle_us: those between, while there were requests.
@@ -33,10 +35,10 @@ class StepDriver:
         worker: WorkerGroup,
         stopwatch: Stopwatch,
         outbox: DeltaOutbox,
-        metrics: Metrics,
+        wings: Collection[Wing] = (),
     ) -> None:
         self._scheduler, self._worker, self._stopwatch = scheduler, worker, stopwatch
-        self._outbox, self._metrics = outbox, metrics
+        self._outbox, self._wings = outbox, wings
         self._was_busy = False
         self.busy_us = self.idle_us = 0
         self.by_way: Counter[Way] = Counter()
@@ -47,7 +49,7 @@ class StepDriver:
         while (
             self._worker.accepting
             and len(scheduler.in_flight) < scheduler.config.depth
-            and (plan := scheduler.plan(time.monotonic())) is not None
+            and (plan := self._plan()) is not None
         ):
             if len(scheduler.in_flight) == 1:
                 self._stopwatch.restart(True)
@@ -55,6 +57,13 @@ class StepDriver:
             self._worker.send(plan)
             if len(scheduler.in_flight) == 1:
                 self._send_masks(time.monotonic())
+
+    def _plan(self) -> StepPlan | None:
+        """The next plan, if there is one."""
+        plan = self._scheduler.plan(time.monotonic())
+        for wing in self._wings:
+            wing.planned()
+        return plan
 
     def commit(self, result: StepResult) -> None:
         """Take the result of the oldest step in flight. Workers whose result is of another step are killed."""
@@ -70,11 +79,12 @@ class StepDriver:
         self._outbox.add_step(outcomes)
         self._send_masks(now)
         self._stopwatch.restart(bool(scheduler.in_flight))
-        self.busy_us += result.busy_us
+        self.busy_us += result.worker_us
         self.by_way[result.way] += step.num_run(result)
         self.idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = scheduler.num_unfinished > 0
-        self._metrics.step(outcomes, step.num_prompt_tokens, result.busy_us, now, step.num_run(result))
+        for wing in self._wings:
+            wing.committed(step, result, outcomes, now)
 
     def _send_masks(self, now: float) -> None:
         """Send the grammar masks of the oldest step in flight, if it needs any; all earlier tokens are known."""

@@ -17,8 +17,8 @@ from ray import serve
 from starlette.applications import Starlette
 
 from pagewire import AsyncLLM, EngineArgs
-from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.wiring import create_app
 
 
 class Replica:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagewire.ipc.errors import FieldValueError
+
 _DRAWS = "beam search draws no tokens; sample with best_of instead"
 _UNSEARCHED = "beams are extended by tokens, not by text; give stop_token_ids instead"
 _UNREPORTED = "a search keeps the score of a beam only; sample with best_of instead"
@@ -30,18 +32,18 @@ MAX_CANDIDATES = 1024
 """The most tokens whose log probabilities a step of a search gets, for each beam, whatever `max_logprobs` is."""
 
 
-def refusal(fields: Any, searches: bool) -> tuple[str, str] | None:
-    """A parameter that does not go with the search, or only with it, and the error message; None if all do.
+def refusal(fields: Any, searches: bool) -> FieldValueError | None:
+    """The error for a parameter that does not go with the search, or only with it; None if all do.
 
     fields: has the parameters as attributes. searches: `use_beam_search` is set.
     """
     if not searches:
         for name, default in BEAMS_ONLY.items():
             if getattr(fields, name) not in (None, default):
-                return name, f"{name} is a parameter of beam search: set use_beam_search"
+                return FieldValueError(name, "is a parameter of beam search: set use_beam_search")
         return None
     for name, (neutral, reason) in UNSUPPORTED.items():
         value = getattr(fields, name, None)
         if value is not None and (type(value), value) not in [(type(other), other) for other in neutral]:
-            return name, f"{name} is not supported with use_beam_search: {reason}"
+            return FieldValueError(name, f"is not supported with use_beam_search: {reason}")
     return None

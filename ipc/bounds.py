@@ -16,9 +16,11 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from pagewire.ipc.errors import FieldTypeError, FieldValueError
 from pagewire.ipc.quoting import MAX_QUOTED, quoted
 
 MAX_INT = 2**63 - 1
+MAX_PROCESSORS = 64  # logits processors of an engine, and names of them in a request
 NO_BOUNDS = Meta()
 Check = Callable[[str, Any], Any]  # (name, value) -> the value, a number as `int` or `float`
 
@@ -145,35 +147,35 @@ def check_for_union(kinds: tuple[Any, ...]) -> Check | None:
 def check_bool(name: str, value: Any) -> bool:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {quoted(value)}")
+        raise FieldTypeError(name, f"must be a bool, got {quoted(value)}")
     return value
 
 
 def check_integer(name: str, value: Any, meta: Meta) -> int:
     """Refuse what is not an integer of 64 bits within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {quoted(value)}")
+        raise FieldTypeError(name, f"must be an integer, got {quoted(value)}")
     if not within(value, meta):
-        raise ValueError(f"{name} must be {interval(meta)}, got {quoted(value)}")
+        raise FieldValueError(name, f"must be {interval(meta)}, got {quoted(value)}")
     if not -MAX_INT - 1 <= value <= MAX_INT:
-        raise ValueError(f"{name} must be in [-2**63, 2**63 - 1], got {quoted(value)}")
+        raise FieldValueError(name, f"must be in [-2**63, 2**63 - 1], got {quoted(value)}")
     return value
 
 
 def check_float(name: str, value: Any, meta: Meta) -> float:
     """Refuse what is not a finite number within the bounds. 2**70 and a number of numpy are numbers, too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {quoted(value)}")
+        raise FieldTypeError(name, f"must be a number, got {quoted(value)}")
     finite = -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite fails for huge integers
     if not finite or not within(value, meta):
-        raise ValueError(f"{name} must be {interval(meta)}, got {quoted(value)}")
+        raise FieldValueError(name, f"must be {interval(meta)}, got {quoted(value)}")
     return float(value)
 
 
 def check_string(name: str, value: Any, meta: Meta = NO_BOUNDS) -> str:
     """Refuse what is not a string of Unicode text, or is too long."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {quoted(value)}")
+        raise FieldTypeError(name, f"must be a string, got {quoted(value)}")
     check_length(name, value, meta, "characters")
     check_text(name, value)
     return value
@@ -186,7 +188,7 @@ def check_length(name: str, value: Sized, meta: Meta, things: str) -> None:
         ValueError: it has; the text has both numbers.
     """
     if meta.max_length is not None and len(value) > meta.max_length:
-        raise ValueError(f"{name} must have at most {meta.max_length} {things}, got {len(value)}")
+        raise FieldValueError(name, f"must have at most {meta.max_length} {things}, got {len(value)}")
 
 
 def check_text(name: str, text: str) -> None:
@@ -198,13 +200,13 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} must hold valid Unicode text, got {quoted(text)}") from None
+        raise FieldValueError(name, f"must hold valid Unicode text, got {quoted(text)}") from None
 
 
 def check_list(name: str, value: Any, meta: Meta) -> list[Any]:
     """Refuse what is not a list, or is too long."""
     if not isinstance(value, list):
-        raise TypeError(f"{name} must be a list, got {quoted(value)}")
+        raise FieldTypeError(name, f"must be a list, got {quoted(value)}")
     check_length(name, value, meta, "entries")
     return value
 
@@ -219,7 +221,7 @@ def check_each(name: str, value: Any, kind: Any, check: Check, meta: Meta) -> li
     if not isinstance(value, list) or any(
         isinstance(item, bool) or not isinstance(item, python_type) for item in value
     ):
-        raise TypeError(f"{name} must be a list of {python_type.__name__}, got {quoted(value)}")
+        raise FieldTypeError(name, f"must be a list of {python_type.__name__}, got {quoted(value)}")
     each = name if name.startswith("each of ") or python_type is str else f"each of {name}"
     for item in value:
         check(each, item)
@@ -231,7 +233,7 @@ def check_items(
 ) -> dict[Any, Any]:
     """Refuse what is not a dict whose keys and values pass their checks, or is too long. kinds: of both."""
     if not isinstance(value, dict):
-        raise TypeError(f"{name} must map token ids to numbers, got {quoted(value)}")
+        raise FieldTypeError(name, f"must map token ids to numbers, got {quoted(value)}")
     check_length(name, value, meta, "entries")
     if all_within(value.keys(), kinds[0]) and all_within(value.values(), kinds[1]):
         return value
@@ -305,9 +307,9 @@ def converted(name: str, value: Any, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         problem = str(error)
     if ", got `" not in problem and " - at " not in problem:
-        raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {quoted(value)}")
+        raise FieldValueError(name, f"must be {interval(meta_of(kind))}, got {quoted(value)}")
     hint = "; code never crosses a socket: give a name" if callable(value) else ""
-    raise TypeError(f"{name}: {problem[0].lower()}{problem[1:]}{hint}")
+    raise FieldTypeError(name, f": {problem[0].lower()}{problem[1:]}{hint}")
 
 
 def check_num_logprobs(name: str, number: int | None, most: int, vocab_size: int) -> None:
@@ -323,6 +325,7 @@ def check_num_logprobs(name: str, number: int | None, most: int, vocab_size: int
     asked = vocab_size if number == -1 else min(number, vocab_size)
     if asked > most:
         every = f", all {vocab_size} of the vocabulary," if asked == vocab_size else ""
-        raise ValueError(
-            f"{name}={number}{every} is over this engine's max_logprobs={most} (start it with more, or with -1)"
+        raise FieldValueError(
+            name,
+            f"={number}{every} is over this engine's max_logprobs={most} (start it with more, or with -1)",
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 
 logger = logging.getLogger("pagewire")
@@ -63,7 +64,7 @@ def needs_warning(subject: str, value: Any, absent: Absent) -> bool:
     if value in (None, {}, [], *absent.silent):
         return False
     if not absent.warns_of(value):
-        raise ValueError(absent.refusal(f"{subject}={quoted(value)}"))
+        raise FieldValueError(subject, absent.refusal(f"={quoted(value)}"))
     return True
 
 
@@ -74,7 +75,7 @@ def refuse_value(option: str, value: Any) -> None:
         ValueError: it is in `VALUES`.
     """
     if isinstance(value, str) and (absent := VALUES.get(f"{option}={value}")):
-        raise ValueError(absent.refusal(f"{option}={value!r}"))
+        raise FieldValueError(option, absent.refusal(f"={value!r}"))
 
 
 def warn_once(name: str, message: str) -> None:
@@ -263,8 +264,8 @@ OPTIONS: Mapping[str, Absent] = {
         warned=("swap",),
     ),
     "scheduler_delay_factor": Absent(
-        "prompts do not hold running requests up, so none has to wait",
-        "max_num_batched_tokens limits what a prompt takes of a step",
+        "a step ends in time while requests wait for a token, however long the prompts are that it computes",
+        "max_step_ms is that time, and max_num_batched_tokens the most tokens of a step",
         silent=(0,),
         warned=int | float,
     ),
@@ -304,7 +305,7 @@ OPTIONS: Mapping[str, Absent] = {
 VALUES: Mapping[str, Absent] = {
     "device=hpu": Absent("Gaudi devices are not served", "use 'cuda' or 'cpu'"),
     "device=neuron": Absent("Neuron devices are not served", "use 'cuda' or 'cpu'"),
-    "device=openvino": Absent("OpenVINO is not used", "'cpu' has kernels of its own for x86"),
+    "device=openvino": Absent("OpenVINO is not used", "'cpu' has kernels of its own for x86 and ARM"),
     "device=tpu": Absent("TPUs are not served", "use 'cuda' or 'cpu'"),
     "device=xpu": Absent("Intel GPUs are not served", "use 'cuda' or 'cpu'"),
     "distributed_executor_backend=external_launcher": Absent(
@@ -371,14 +372,6 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
         for kind in ("CountTokensRequest", "MessagesRequest")
         for name, absent in (
             ("container", Absent("the server runs no code", "give a tool that runs it")),
-            (
-                "context_management",
-                Absent(
-                    "the server sends the model all messages that it gets",
-                    "leave out what the model is not to see",
-                    silent=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-                ),
-            ),
             ("mcp_servers", Absent("the server calls no tools", "call them and send a tool_result")),
         )
     },
@@ -392,14 +385,6 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
             (bool, ("vocab_only",)),
         )
         for name in names
-    },
-    **{
-        f"{kind}.keep_alive": Absent(
-            "the model stays loaded while the server runs",
-            "stop the server, or let it sleep (/sleep)",
-            warned=str | int | float,
-        )
-        for kind in ("OllamaChatRequest", "OllamaEmbedRequest", "OllamaGenerateRequest")
     },
     "OllamaOptions.mirostat": Absent("there is no Mirostat", "give top_p or min_p", silent=(0,)),
     "OllamaOptions.mirostat_eta": Absent("there is no Mirostat", "give top_p or min_p", warned=int | float),
@@ -419,6 +404,9 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
         "templates are Jinja, and the server's (--chat-template)",
         "give raw and a prompt with all of its marks",
         silent=("",),
+    ),
+    "ResponsesRequest.stream_id": Absent(
+        "a WebSocket has one response at a time", "open another one for what runs at the same time"
     ),
     "ChatRequest.metadata": Absent("nothing is stored", "the log names the user of a request", warned=dict),
     "ChatRequest.prediction": Absent(
@@ -554,7 +542,8 @@ NAMES: Mapping[str, Absent] = {
 _STATISTICS = Absent("usage statistics are never collected", "there is nothing to opt out of")
 _ONE_SET_OF_KERNELS = "each device has one set of attention kernels, of this project"
 _COMPILED_AT_RUN_TIME = Absent(
-    "nothing is compiled at installation", "kernels are compiled where they run, when they are first needed"
+    "nothing is compiled at installation",
+    "kernels come with the wheel, or are compiled when they are first needed",
 )
 _RAY_WORKERS = Absent(
     "workers in a Ray cluster get their steps as other workers do, over sockets",
@@ -647,11 +636,11 @@ FOUNDATIONS: Mapping[str, Absent] = {
         "the kernels need instructions of 8.0", "use the CPU, or a newer GPU"
     ),
     "Intel Extension for PyTorch": Absent(
-        "CPUs have kernels of this project, for AVX2, AVX-512 and AMX", "nothing is to be installed"
+        "CPUs have kernels of this project, for AVX2, AVX-512, AMX and NEON", "nothing is to be installed"
     ),
     "Python 3.8, 3.9": Absent("they get no more fixes", "use Python 3.10 to 3.13"),
     "ROCm, TPU, Neuron, XPU, OpenVINO": Absent(
-        "their devices are not served", "use an NVIDIA GPU or an x86 CPU"
+        "their devices are not served", "use an NVIDIA GPU, or a CPU (x86, ARM)"
     ),
     "Systems other than Linux": Absent(
         "processes rely on Linux (process groups, /proc, ipc sockets)", "use a container or WSL"

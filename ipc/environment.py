@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from pagewire.ipc.bounds import unknown_name
@@ -40,7 +41,8 @@ READ: Mapping[str, Variable] = {
     "PAGEWIRE_CACHE_ROOT": Variable("compiled kernels and packed weights", "`~/.cache/pagewire`"),
     "PAGEWIRE_CONFIGURE_LOGGING": Variable("`0`: leave logging as it is", "1"),
     "PAGEWIRE_CPU_ISA": Variable(
-        "`amx_fp16`, `amx`, `avx512_bf16`, `avx512`, `avx2`, `portable`; `reference` (PyTorch alone); "
+        "`amx_fp16`, `amx`, `avx512_bf16`, `avx512`, `avx2`, on ARM `neon_bf16`, `neon_dot`, `neon`; `portable`; "
+        "`reference` (PyTorch alone); "
         "`amx_emulated` (for tests: the bits of matrix tiles on any CPU, slowly)",
         "the best there is",
     ),
@@ -84,6 +86,9 @@ READ: Mapping[str, Variable] = {
     ),
     "PAGEWIRE_PP_LAYER_PARTITION": Variable(
         "number of layers of each stage of a pipeline, such as `8,8,9`", "as even as possible"
+    ),
+    "PAGEWIRE_PULLED_DIR": Variable(
+        "folder of the models of `pagewire pull`", "`pulled` below `PAGEWIRE_CACHE_ROOT`"
     ),
     "PAGEWIRE_RAY_PLACEMENT_GROUP": Variable(
         "set for a core by the process that starts it: the placement group of its workers in Ray", "none"
@@ -210,6 +215,12 @@ def env_flag(name: str) -> bool:
     if text and text not in VALUES_OF_FLAGS:
         raise ValueError(f"{name} must be 0 or 1, got {quoted(text)}")
     return VALUES_OF_FLAGS.get(text, FLAGS[name])
+
+
+def cache_root() -> Path:
+    """The folder of what is kept between runs: `$PAGEWIRE_CACHE_ROOT`, or `pagewire` in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("PAGEWIRE_CACHE_ROOT") or f"{cache}/pagewire").expanduser()
 
 
 def env_float(name: str, default: float) -> float:

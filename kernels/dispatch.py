@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from types import ModuleType
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -51,20 +52,16 @@ def states_for(first: Tensor) -> StateKernels:
     return _of_gpus().load(first.device.index).states  # type: ignore[no-any-return]
 
 
-# A step's code reaches this file, and what runs on one kind of device is not read to understand it, nor imported
-# where there is none.
+# What runs on one kind of device is known by its name alone, and imported when the first tensor of such a device
+# comes: who calls a kernel depends on `Kernels`, not on a device. It has `serves(tensors)`, and `load` makes them.
 @functools.cache
 def _of_cpus() -> ModuleType:
-    from pagewire.kernels.cpu import kernels
-
-    return kernels
+    return import_module("pagewire.kernels.cpu.kernels")
 
 
 @functools.cache
 def _of_gpus() -> ModuleType:
-    from pagewire.kernels.cuda import kernels
-
-    return kernels
+    return import_module("pagewire.kernels.cuda.kernels")
 
 
 def dispatched(method: Callable[Concatenate[Kernels, Arguments], Result]) -> Callable[Arguments, Result]:

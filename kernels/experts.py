@@ -49,7 +49,7 @@ class GroupedExperts:
         self.num_bytes = experts.num_bytes
         self.compiled = None
         if experts.activation is not None:
-            function = activate_and_mul if experts.gated else activate_each
+            function: Callable[..., Tensor] = activate_and_mul if experts.gated else activate_each
             between = partial(function, activation=experts.activation)
             if after is None:
                 self.compiled = kernels_of(experts.up, device).experts(experts)

@@ -24,18 +24,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pagewire.kernels.data.layer import (
-    Activation,
     Angles,
+    DividedNorm,
     HeadNormForm,
     HeadNorms,
     Indexer,
     Layer,
     LayerNorm,
+    LimitedGate,
     Norm,
     Router,
     SumTaker,
+    Xielu,
 )
 from pagewire.kernels.data.mixers import OutputGate, StateMixer
 from pagewire.kernels.data.paging import AttentionBatch, Cache
@@ -58,6 +61,7 @@ from pagewire.kernels.ops import (
     rotary,
     rotate_and_store,
     route,
+    step_sizes,
     store_kv,
 )
 
@@ -266,6 +270,7 @@ class Stack:
 def _end(layer: Layer, states: Tensor, inputs: Tensor | None) -> Tensor:
     """What the next product takes of a layer's sum [T, H], which is overwritten. inputs: see `Stack`."""
     if (gate := layer.input_gate) is not None:
+        assert not isinstance(layer.activation, LimitedGate), "it gates two halves"
         assert inputs is not None, "layers with an input gate get inputs"
         x = activate_each(gate.gate(states), layer.activation) * inputs[:, gate.number]
         states += normed_by(gate.norm, gate.out(x))
@@ -278,9 +283,10 @@ def _feed_forward(layer: Layer, x: Tensor) -> Tensor:
     """The feed-forward half [T, H] of x [T, H]."""
     assert layer.up is not None and layer.down is not None
     if not layer.gated:
+        assert not isinstance(layer.activation, LimitedGate), "it gates two halves"
         x = activate_each(layer.up(x), layer.activation)
     else:
-        assert isinstance(layer.activation, Activation), "what has parameters is no gate"
+        assert not isinstance(layer.activation, Xielu), "a curve is no gate"
         x = activate_and_mul(layer.up(x), layer.activation)
     return layer.down(normed_by(layer.down_norm, x))
 
@@ -316,10 +322,13 @@ def _beside(
     return normed_by(own.dense_norm, dense) + normed_by(own.given_norm, given)
 
 
-def normed_by(norm: Norm | LayerNorm | None, x: Tensor) -> Tensor:
+def normed_by(norm: Norm | LayerNorm | DividedNorm | None, x: Tensor) -> Tensor:
     """What a norm makes of x [T, H]; without one: x itself."""
     if norm is None:
         return x
+    if isinstance(norm, DividedNorm):
+        own = norm.gather.own
+        return normed_by(norm.norm, norm.gather(x))[:, own.start : own.stop]
     if isinstance(norm, Norm):
         return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
     return layer_norm(x, norm.weight, norm.bias, norm.eps)
@@ -343,10 +352,22 @@ def _attend(
         q, made = torch.tensor_split(made, [queries], 1)
     q = torch.unflatten(q, 1, (-1, layer.head_dim))
     q = _store(layer, q, made, angles, batch, cache) if layer.num_kv_heads else _queries(layer, q, angles)
-    out = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
-    if layer.gated_queries or layer.head_gates:
+    out = paged_attention(q, cache, batch, layer.scale, layer.terms)
+    if layer.value_dim is not None:
+        out = out[..., : layer.value_dim]
+    out = out.reshape(num_tokens, -1)
+    if layer.softplus_gates:
+        out = _multiplied(out, step_sizes(gates.flatten(1), None, None), layer.head_gates)
+    elif layer.gated_queries or layer.head_gates:
         out = open_by(out, gates, gate)
     return layer.out(normed_by(layer.out_norm, out))
+
+
+def _multiplied(x: Tensor, gates: Tensor, single: bool) -> Tensor:
+    """X [T, N] times float32 gates, rounded before: [T, N], or `single`, [T, G] of groups of equal size."""
+    groups = x.view(*gates.shape, -1) if single else x
+    gates = gates.to(x.dtype)
+    return (groups * (gates[..., None] if single else gates)).view_as(x)
 
 
 def _mixed(mixer: StateMixer, x: Tensor, taken: Linear, memory: MixerStates, number: int) -> Tensor:
@@ -364,6 +385,9 @@ def _store(
     v = normed_by(layer.value_norm, v)
     if layer.value_scale != 1.0:
         v = v * layer.value_scale
+    if layer.value_dim is not None and (missing := cache.value_size - layer.value_dim):
+        # The cache has zeros behind values, and so have the weighted sums. Its kernels take aligned heads.
+        q, k, v = q.contiguous(), k.contiguous(), functional.pad(v, (0, missing))
     q, k, own, norms = _until_stored(layer, q, k, angles)
     return rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
 
@@ -385,9 +409,9 @@ def _until_stored(
     own = None if layer.angles is None else angles[layer.angles]
     of_queries = own if layer.query_angles is None else angles[layer.query_angles]
     form = layer.head_norm_form
-    norms: Sequence[Norm | LayerNorm] | None = layer.head_norms
+    norms: Sequence[Norm | LayerNorm | DividedNorm] | None = layer.head_norms
     if norms is not None and form is HeadNormForm.TOGETHER:
-        q, k = (normed_by(norm, x.flatten(1)).view(x.shape) for norm, x in zip(norms, (q, k), strict=True))
+        q, k = (normed_by(norm, x.flatten(1)).reshape(x.shape) for norm, x in zip(norms, (q, k), strict=True))
         norms = None
     fused = _fused(norms) if own is of_queries and not layer.interleaved else None
     if norms is not None and fused is None and form is HeadNormForm.EACH:
@@ -404,7 +428,7 @@ def _until_stored(
     return q, k, None, fused
 
 
-def _fused(norms: Sequence[Norm | LayerNorm] | None) -> HeadNorms | None:
+def _fused(norms: Sequence[Norm | LayerNorm | DividedNorm] | None) -> HeadNorms | None:
     """The norms of heads, if they are such that `rotate_and_store` computes."""
     if norms is None:
         return None

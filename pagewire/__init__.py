@@ -46,10 +46,12 @@ if TYPE_CHECKING:
         ModelNotFoundError,
         ProtocolError,
         RequestError,
+        WeightsChangedError,
     )
     from pagewire.ipc.options.engine_args import AsyncEngineArgs, EngineArgs
     from pagewire.ipc.options.ray_cluster import initialize_ray_cluster
     from pagewire.ipc.version import __version__, __version_tuple__
+    from pagewire.ipc.wire.items import RetainedPrefix, Retention
     from pagewire.ipc.wire.params import (
         BeamSearchParams,
         GuidedDecodingParams,
@@ -96,6 +98,8 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
+    "RetainedPrefix",
+    "Retention",
     "SamplingParams",
     "SamplingType",
     "ScoringOutput",
@@ -105,6 +109,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "WeightsChangedError",
     "__version__",
     "__version_tuple__",
     "initialize_ray_cluster",
@@ -152,6 +157,7 @@ _HOMES = {
         "ModelNotFoundError",
         "ProtocolError",
         "RequestError",
+        "WeightsChangedError",
     ),
     "pagewire.ipc.options.engine_args": ("AsyncEngineArgs", "EngineArgs"),
     "pagewire.ipc.wire.params": (
@@ -162,6 +168,7 @@ _HOMES = {
         "SamplingType",
         "StructuredOutputsParams",
     ),
+    "pagewire.ipc.wire.items": ("RetainedPrefix", "Retention"),
     "pagewire.ipc.wire.pooling": ("PoolerConfig", "PoolingParams", "PoolingTask"),
     "pagewire.ipc.options.ray_cluster": ("initialize_ray_cluster",),
     "pagewire.ipc.version": ("__version__", "__version_tuple__"),

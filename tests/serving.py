@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.uvicorn_server import HTTPServer, bound, url_of
+from pagewire.frontend.server.wiring import create_app
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -37,7 +38,10 @@ LONG_MINUTES = 5.0  # from this length on a siege kills workers by default
 SETTLE_SECONDS = 60.0  # for the engine to be idle after the last attack
 END_SECONDS = 20.0  # for attackers to end by themselves
 FAILED_CHECK_SECONDS = 0.5
-IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+USAGE = "vllm:kv_cache_usage_perc"
+NUM_BLOCKS = re.compile(r'^vllm:cache_config_info.*num_gpu_blocks="(\d+)"', re.MULTILINE)
+PROMISED = re.compile(r'^pagewire:retained_blocks.*kind="kept".* (\S+)$', re.MULTILINE)
 
 
 class Siege:
@@ -191,16 +195,21 @@ class Siege:
     async def _held(self, http: aiohttp.ClientSession) -> dict[str, float]:
         """What the engine still has to do, by the name of a gauge; empty if it is idle.
 
-        A gauge that is missing, as in the answer of a server that is not ready, is NaN.
+        A gauge that is missing, as in the answer of a server that is not ready, is NaN. KV blocks that a request
+        has been promised, for up to a day, are not of interest.
         """
         async with http.get("/metrics") as response:
-            lines = (await response.text()).splitlines()
+            text = await response.text()
         samples = {
             line.partition("{")[0]: float(line.rpartition(" ")[2])
-            for line in lines
+            for line in text.splitlines()
             if f'model_name="{MODEL}"' in line
         }
-        return {name: value for name in IDLE if (value := samples.get(name, math.nan))}
+        num_blocks, promised = NUM_BLOCKS.search(text), PROMISED.search(text)
+        if num_blocks and promised and USAGE in samples:
+            samples[USAGE] -= float(promised[1]) / int(num_blocks[1])
+        values = {name: samples.get(name, math.nan) for name in (*IDLE, USAGE)}
+        return {name: value for name, value in values.items() if not abs(value) < 1e-6}
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

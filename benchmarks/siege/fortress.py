@@ -33,7 +33,7 @@ ENGINE = ["--kv-cache-memory-bytes", str(KV_BYTES)]
 GENERATES = ("--enable-prompt-embeds",)
 POOLS = ("--runner", "pooling", "--served-model-name", EMBEDDER)
 # Who has a CURVE certificate for the cores' sockets, and what they may do: `--target curve`.
-ALL = "read, generate, events, control"
+ALL = "read, generate, events, blocks, control"
 RIGHTS = {"server": ALL, "attacker": ALL, "reader": "read"}
 PR_SET_PDEATHSIG = 1
 

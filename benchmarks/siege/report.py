@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagewire.frontend.media.intake import MAX_LAYOUT_BYTES
-from pagewire.frontend.media.loader import CACHE_BYTES
+from pagewire.engine_core.media import store
+from pagewire.frontend.media import intake, loader
 
 from .attack import SERVER_ERROR, UNANSWERED
 from .attackers import BROKEN
@@ -20,8 +20,9 @@ from .watcher import GROWTH_MIB, Lag, Watcher
 
 LAST = 60  # attacks before the first failure that a report lists
 KEPT = 5000
-KEPT_PICTURES_MIB = (CACHE_BYTES + MAX_LAYOUT_BYTES) / (1 << 20)
-"""What a server keeps of pictures at most, beside `GROWTH_MIB`."""
+KEPT_BYTES = (loader.CACHE_BYTES, intake.MAX_LAYOUT_BYTES, store.MAX_BYTES, store.MAX_LAYOUT_BYTES)
+KEPT_PICTURES_MIB = sum(KEPT_BYTES) / (1 << 20)
+"""What a server and a core keep of pictures at most, beside `GROWTH_MIB`."""
 SILENCE_SECONDS = 10.0  # of the attackers, who write a line each second: longer, and it is no siege
 
 

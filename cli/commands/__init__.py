@@ -1,4 +1,4 @@
-"""The commands of `pagewire`: a module for each, which is imported when its command is given."""
+"""The commands of `pagewire`: a module for each, here or in `cli/models`, imported when its command is given."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from importlib import import_module
 
 from pagewire.cli.console.parser import CommandParser
-from pagewire.ipc.version import __version__
+from pagewire.cli.console.versions import VersionAction
 
 SUMMARIES = {
     "generate": "complete a prompt",
@@ -18,6 +18,10 @@ SUMMARIES = {
     "core": "run an engine core that frontends attach to",
     "route": "serve several cores of one model as if they were one",
     "top": "watch a running core: its frontends, requests and speed",
+    "pull": "download a model of the Hugging Face hub",
+    "rm": "remove a model that was pulled",
+    "list": "the models that were pulled",
+    "ps": "the models that a server has in memory",
     "run-batch": "answer an OpenAI batch file",
     "bench": "measure speed",
     "inspect": "what a model takes, and whether it fits, without loading it",
@@ -31,17 +35,34 @@ SUMMARIES = {
 }
 """Names of the commands, and what each does in a line of `pagewire --help`."""
 
+OF_MODELS = frozenset({"pull", "rm", "list", "ps"})
+"""Those in the folder `cli/models`."""
 
 ELSEWHERE = {
-    "benchmark": "bench",
-    "batch": "run-batch",
-    "complete": "generate",
-    "ps": "top",
-    "run": "chat",
-    "show": "inspect",
-    "start": "serve",
+    "batch": "it is pagewire run-batch",
+    "benchmark": "it is pagewire bench",
+    "complete": "it is pagewire generate",
+    "ls": "it is pagewire list",
+    "models": "it is pagewire list",
+    "run": "it is pagewire chat --model MODEL",
+    "show": "it is pagewire inspect MODEL",
+    "start": "it is pagewire serve MODEL",
+    "stop": "a core or a server ends by Ctrl-C, or by SIGTERM after its open requests",
 }
-"""Commands of other engines, and what they are called here."""
+"""Commands of other programs, and what to type here."""
+
+NEXT = """\
+pagewire: give a command. To begin:
+
+  pagewire generate 'The "with" statement'    complete a prompt, by the model that comes with pagewire
+  pagewire serve demo                         serve that model over HTTP, with a chat on http://127.0.0.1:8000
+  pagewire chat --model OWNER/MODEL           talk to a model of the Hugging Face hub, a folder or a GGUF file
+  pagewire inspect OWNER/MODEL                say whether it fits here, before it is downloaded
+  pagewire doctor                             say what models run on here
+
+All commands: pagewire --help
+"""
+"""What `pagewire` alone says."""
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -51,11 +72,12 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """
     parser = CommandParser(prog="pagewire", description="LLM inference and serving in separate processes.")
     parser.elsewhere = ELSEWHERE
-    parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
+    parser.add_argument("--version", action=VersionAction)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in SUMMARIES.items():
         if only in (None, name):
-            import_module(f"pagewire.cli.commands.{name.replace('-', '_')}").register(commands)
+            folder = "models" if name in OF_MODELS else "commands"
+            import_module(f"pagewire.cli.{folder}.{name.replace('-', '_')}").register(commands)
         else:
             commands.add_parser(name, help=summary)
     return parser

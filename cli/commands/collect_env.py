@@ -8,10 +8,10 @@ import platform
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from pagewire.cli.commands import SUMMARIES
+from pagewire.cli.console.versions import installed
 from pagewire.ipc.environment import READ
 
 PACKAGES = (
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         "kernels": cpu_kernels(),
         "gpu": gpu(),
     }
-    facts |= {name: version(name) for name in PACKAGES}
+    facts |= {name: installed(name) for name in PACKAGES}
     facts |= {name: value for name, value in sorted(os.environ.items()) if relevant(name)}
     width = max(map(len, facts))
     for name, value in facts.items():
@@ -66,14 +66,6 @@ def relevant(name: str) -> bool:
     """Return True for environment variables that affect the engine, except those that could hold a secret."""
     secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
     return (name in READ or name.startswith(("OMP_", "MKL_", "CUDA_", "HF_", "GOMP_"))) and not secret
-
-
-def version(package: str) -> str:
-    """Return the installed version of a package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def cpu_info(field: str) -> str:
@@ -92,16 +84,17 @@ def processor() -> str:
 
 def instructions() -> list[str]:
     """Return the CPU's vector instruction sets that the kernels can use."""
-    flags = set(cpu_info("flags").split())
+    flags = set((cpu_info("flags") or cpu_info("Features")).split())  # the latter on ARM
     vectors = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16")
-    return [f for f in (*vectors, "amx_bf16", "amx_int8", "amx_fp16") if f in flags]
+    others = ("amx_bf16", "amx_int8", "amx_fp16", "asimd", "asimddp", "i8mm", "bf16")
+    return [flag for flag in (*vectors, *others) if flag in flags]
 
 
 def compiler() -> str:
     """Return the version line of the C++ compiler that builds the CPU kernels."""
     path = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if path is None:
-        return "none: CPU kernels fall back to torch (install g++)"
+        return "none (only kernels that came with the wheel, or were compiled before, are there)"
     return subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
 
 

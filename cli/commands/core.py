@@ -47,8 +47,9 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--rights",
         type=Path,
         metavar="FILE",
-        help="YAML file that says what each frontend may do: lists of read, generate, events and control for "
-        "uid:NUMBER, curve:NAME (its certificate), tcp (loopback without keys) and default (default: everything)",
+        help="YAML file that says what each frontend may do: lists of read, generate, events, blocks and control "
+        "for uid:NUMBER, curve:NAME (its certificate), tcp (loopback without keys) and default (without the file: "
+        "everything)",
     )
     group.add_argument(
         "--drain-seconds",
@@ -64,6 +65,9 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run(options: argparse.Namespace) -> int:
     """Run the core until it is stopped and return the exit status."""
+    from pagewire.ipc.host.system import require_linux
+
+    require_linux()
     from pagewire.engine_core.daemon import Listen, serve
     from pagewire.ipc import logs
     from pagewire.ipc.environment import check_environment

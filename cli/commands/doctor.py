@@ -132,15 +132,25 @@ def check_cpu_kernels() -> Iterator[Finding]:
     from pagewire.kernels.cpu.build import (
         BuildError,
         compiler_command,
+        is_shipped,
         library_name,
         supported_instruction_sets,
     )
     from pagewire.kernels.cpu.library import SLOWER_WITHOUT
     from pagewire.kernels.native import cache
 
+    best, *lesser = supported_instruction_sets()
+    if is_shipped(best):
+        yield Finding(True, f"{best.name}: they came with the wheel, nothing compiles here")
+        return
     try:
-        compiler, name = compiler_command()[0], library_name(supported_instruction_sets()[0])
+        compiler, name = compiler_command()[0], library_name(best)
     except BuildError as error:
+        if (other := next(filter(is_shipped, lesser), None)) is not None:
+            yield Finding(
+                True, f"{other.name}: they came with the wheel; those for {best.name} need a compiler"
+            )
+            return
         raise CheckError(f"{error}\nwithout it, models run up to {SLOWER_WITHOUT} times slower") from None
     if cache.read(name) is not None:
         yield Finding(True, f"compiled, in {cache.cache_folder()}")

@@ -170,7 +170,7 @@ def starts_here(args: EngineArgs) -> bool:
 
 def layers_by_headers(sizes: Footprint) -> str:
     """How the layers of a model should run, as far as its headers say it: of encoders they do not."""
-    from pagewire.workers.network.pooling_spec import ENCODERS
+    from pagewire.workers.network.pooling_files import ENCODERS
 
     if sizes.is_stack:
         return "; the layers run as a stack"

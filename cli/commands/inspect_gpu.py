@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.console.model_table import head, table
 from pagewire.cli.console.parser import UsageError
+from pagewire.ipc.sizes import size_in_bytes
 
 if TYPE_CHECKING:
     from pagewire.ipc.options.engine_args import EngineArgs
     from pagewire.ipc.wire.worker_messages import WorkerConfig
     from pagewire.workers.estimate.figures import Footprint
     from pagewire.workers.estimate.gpu_fit import Gpu, GpuFit, GpuRemedy
-
-UNITS = {"GIB": 1 << 30, "MIB": 1 << 20, "GB": 10**9, "MB": 10**6}
-MOST_BYTES = 1 << 44  # 16 TiB
 
 
 @dataclass(frozen=True)
@@ -64,14 +61,10 @@ def named_gpu(size: str) -> Gpu:
     """
     from pagewire.workers.estimate.gpu_fit import Gpu
 
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s?([A-Za-z]{2,3})", size, re.ASCII)
-    unit = UNITS.get(match[2].upper()) if match else None
-    num_bytes = int(float(match[1]) * unit) if match and unit else 0
-    if not 0 < num_bytes <= MOST_BYTES:
-        raise UsageError(
-            f"--gpu-memory must be a size such as 80GiB, 81559MiB or 24GB, up to 16384GiB, got {size[:40]!r}"
-        )
-    return Gpu(num_bytes)
+    try:
+        return Gpu(size_in_bytes("--gpu-memory", size))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def gpu_here(device: str) -> tuple[Gpu, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.server.http.key_file import digest_of, parse, read_key_file
-from pagewire.ipc.wire.tenants import check_tenant
+from pagewire.ipc.tenants import check_tenant
 
 RIGHTS = {
     "priority": "of requests that give none (default: 0; lower runs earlier)",

@@ -23,8 +23,8 @@ from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.ipc.options.command_line import add_options_of
 
 if TYPE_CHECKING:
-    from pagewire.cli.batch.lines import BatchResponse, Counts, Post
     from pagewire.frontend.api.async_llm import AsyncLLM
+    from pagewire.frontend.server.batches.lines import BatchResponse, Counts, Post
 
 DESCRIPTION = """Answer every request of an OpenAI batch file: a JSON object per line with custom_id, method, url
 (/v1/completions, /v1/chat/completions, /v1/responses) and body. Results are written in
@@ -72,7 +72,11 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.frontend.api import async_llm
 
     check_files(options)
-    server_options = dataclasses.replace(take_server_options(options), disable_log_requests=True)
+    given = take_server_options(options)
+    # Nobody would see the warning that another model answers, so that must be asked for.
+    server_options = dataclasses.replace(
+        given, disable_log_requests=True, any_model_name=bool(given.any_model_name)
+    )
     with opened(options, server_options.restarts, server_options.reattach_timeout) as engine:
         counts = async_llm.run(answer_all(engine, options, server_options))
     skipped = f", {counts.skipped} already answered" if counts.skipped else ""
@@ -89,7 +93,7 @@ async def answer_all(engine: AsyncLLM, options: argparse.Namespace, server_optio
     """
     from tqdm import tqdm
 
-    from pagewire.cli.batch.lines import keep_answered, run_lines, write_to
+    from pagewire.frontend.server.batches.lines import keep_answered, run_lines, write_to
 
     async with opened_input(options.input_file) as lines:
         total = sum(1 for line in lines if line.strip())
@@ -114,8 +118,8 @@ def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
 
     That function raises EngineDeadError if the engine is lost.
     """
-    from pagewire.cli.batch import in_process
-    from pagewire.frontend.server.app import create_app
+    from pagewire.frontend.server.batches import in_process
+    from pagewire.frontend.server.wiring import create_app
     from pagewire.ipc.errors import EngineDeadError
 
     post = in_process.poster(create_app(engine, options), next(iter(options.keys()), None))

@@ -8,12 +8,21 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.engine import opened
+from pagewire.cli.console.models_on_demand import NAMES as SHELF_NAMES
+from pagewire.cli.console.models_on_demand import (
+    capacity_of,
+    estimated,
+    models_on_demand,
+    options_of,
+    take_shelf_options,
+)
 from pagewire.cli.console.options import (
     add_attach_options,
     add_engine_options,
@@ -22,12 +31,14 @@ from pagewire.cli.console.options import (
 )
 from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.shelf.options import ShelfOptions
 from pagewire.ipc.compatibility import OPTIONS
-from pagewire.ipc.options.command_line import add_options_of
+from pagewire.ipc.options.command_line import add_options_of, flag
 from pagewire.ipc.quoting import quoted
 
 if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM
+    from pagewire.ipc.options.engine_args import EngineArgs
 
 logger = logging.getLogger("pagewire.server")
 
@@ -48,6 +59,12 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "engine core is lost for good, the server ends with status 1.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument(
+        "more_models",
+        nargs="*",
+        metavar="MODEL",
+        help="further models; of several, each is loaded at the first request for it",
+    )
     add_attach_options(parser, several=True)
     parser.add_argument(
         "--also",
@@ -58,6 +75,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         'engine options: JSON such as {"model": "MODEL", "dtype": "float32"}',
     )
     add_options_of(parser, ServerOptions)
+    add_options_of(parser, ShelfOptions)
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -78,12 +96,19 @@ def run(options: argparse.Namespace) -> int:
     raise_descriptor_limit()
     return_freed_memory()
     take_short_turns()
-    server_options = take_server_options(options)
+    models, shelf_options = take_models(options)
+    server_options = take_server_options(options, needs_model=not shelf_options.pulled)
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # inherited by a spawned core
     logs.configure(server_options.log_format)
     if not server_options.keyed and not server_options.is_local():
         logger.warning("no API key: whoever can connect to this machine may use the engine (--api-key)")
     more = [also_options(text) for text in options.also]
+    if models or shelf_options.pulled:
+        pulled = (lambda name: options_of(options, {"model": name})) if shelf_options.pulled else None
+        check_shelf(server_options, len(models) + shelf_options.pulled)
+        with bound(server_options) as listening:
+            async_llm.run(serve_shelf(models, shelf_options, server_options, listening, pulled))
+        return 0
     with bound(server_options) as listening, ExitStack() as stack:
         engines = [
             stack.enter_context(opened(own, server_options.restarts, server_options.reattach_timeout))
@@ -91,6 +116,43 @@ def run(options: argparse.Namespace) -> int:
         ]
         async_llm.run(serve(engines, server_options, listening))
     return 0
+
+
+def take_models(options: argparse.Namespace) -> tuple[dict[str, EngineArgs], ShelfOptions]:
+    """Return the models that are loaded on demand, if there are any, and the options of that.
+
+    `options` then name one of them as the model.
+
+    Raises:
+        UsageError: a bad option.
+    """
+    tags, file = [*filter(None, [options.model_tag]), *options.more_models], read_file(options.config)
+    shelf_options = take_shelf_options(options, file)
+    engine = {name: value for name, value in file.items() if name not in NAMES | SHELF_NAMES}
+    shared = {**engine, **vars(options)}
+    models = models_on_demand(tags, shelf_options, argparse.Namespace(**shared))
+    if (models or shelf_options.pulled) and (options.attach or options.also):
+        what = "--attach" if options.attach else "--also"
+        raise UsageError(f"{what} has no effect with models that are loaded on demand: name them as MODEL")
+    if models:
+        options.model, options.model_tag = next(iter(models.values())).model, None
+    return models, shelf_options
+
+
+def check_shelf(server_options: ServerOptions, num_models: int) -> None:
+    """Check that no option that is for one model is given for several.
+
+    Raises:
+        UsageError: one is.
+    """
+    if num_models == 1:
+        return
+    from pagewire.frontend.server.serving.service import OF_THE_FIRST
+
+    default = ServerOptions()
+    for name in OF_THE_FIRST:
+        if getattr(server_options, name) != getattr(default, name):
+            raise UsageError(f"{flag(name)} is for one model, and these are {num_models}")
 
 
 def each_core(options: argparse.Namespace) -> list[argparse.Namespace]:
@@ -124,8 +186,8 @@ async def serve(engines: Sequence[AsyncLLM], options: ServerOptions, listening: 
     """
     import asyncio
 
-    from pagewire.frontend.server.app import create_app
     from pagewire.frontend.server.http.uvicorn_server import HTTPServer, url_of
+    from pagewire.frontend.server.wiring import create_app
     from pagewire.ipc.host.heap import freeze_heap
 
     def ready() -> None:
@@ -156,6 +218,37 @@ async def serve(engines: Sequence[AsyncLLM], options: ServerOptions, listening: 
             raise loss.result()
 
 
+async def serve_shelf(
+    models: Mapping[str, EngineArgs],
+    shelf_options: ShelfOptions,
+    options: ServerOptions,
+    listening: socket.socket,
+    pulled: Callable[[str], EngineArgs] | None,
+) -> None:
+    """Serve models that are loaded on demand, until stopped. pulled: see `open_shelf`."""
+    import asyncio
+
+    from pagewire.frontend.server.http.uvicorn_server import HTTPServer, url_of
+    from pagewire.frontend.server.shelf.opening import open_shelf
+    from pagewire.frontend.server.wiring import application
+    from pagewire.ipc.host.heap import freeze_heap
+
+    def ready() -> None:
+        freeze_heap()
+        print(f"ready {url_of(listening, options)}", flush=True)
+
+    capacity = capacity_of(shelf_options)
+    services = open_shelf(
+        models, shelf_options, options, capacity, partial(estimated, capacity, shelf_options.fit), pulled
+    )
+    tidying = asyncio.create_task(tidy_heap())
+    try:
+        await HTTPServer(application(services), options, ready).serve(sockets=[listening])
+    finally:
+        tidying.cancel()
+        await services.close()
+
+
 async def tidy_heap() -> None:
     """Give spare memory back to the system every `TIDY_SECONDS`: large bodies and answers leave much of it."""
     import asyncio
@@ -167,7 +260,7 @@ async def tidy_heap() -> None:
         release_spare_memory()
 
 
-def take_server_options(options: argparse.Namespace) -> ServerOptions:
+def take_server_options(options: argparse.Namespace, needs_model: bool = True) -> ServerOptions:
     """Return the server's options. The command line overrides the file, and the file the defaults.
 
     The file's engine options are added to `options`, and its `config` is cleared.
@@ -180,6 +273,8 @@ def take_server_options(options: argparse.Namespace) -> ServerOptions:
             raise UsageError("give MODEL or --model, not both")
         options.model = options.model_tag
     values = read_file(options.config)
+    if options.command == "serve":
+        values = {name: value for name, value in values.items() if name not in SHELF_NAMES}
     given = {name: value for name, value in values.items() if name in NAMES}
     engine = {name: value for name, value in values.items() if name not in NAMES}
     check_config(options.config, {name: value for name, value in engine.items() if name not in OPTIONS})
@@ -189,7 +284,7 @@ def take_server_options(options: argparse.Namespace) -> ServerOptions:
     options.config = None
     attaching = "--core" if options.command == "route" else "--attach"
     attaches = getattr(options, attaching.strip("-"))
-    if not attaches and not hasattr(options, "model"):
+    if needs_model and not attaches and not hasattr(options, "model"):
         raise UsageError(f"give a MODEL, or {attaching} ADDRESS")
     given |= {name: value for name, value in vars(options).items() if name in NAMES}
     try:

@@ -134,20 +134,16 @@ async def ask_engine(engine: AsyncLLM, recording: bytes, params: TranscriptionPa
     """
     from pagewire.frontend.speech.recording import Recording
     from pagewire.frontend.speech.transcriber import Transcriber
-    from pagewire.frontend.speech.transcript import transcribe, written
-    from pagewire.frontend.speech.vocabulary import SpeechVocabulary
-
-    tokenizer = engine.session.tokenizer
-    vocabulary = SpeechVocabulary.of(engine.info, tokenizer)
-    source = engine.info.source
-    assert source is not None and tokenizer is not None, "there is a vocabulary"
 
     async def generate(prompt: Any, sampling: Any) -> Any:
         outputs = [output async for output in engine.generate(prompt, sampling)]
         return outputs[-1].outputs[0]
 
-    transcriber = Transcriber(vocabulary, tokenizer, source.max_target_tokens, params, generate)
-    text = written(await transcribe(transcriber, Recording.decoded(recording, source)), form)
+    transcriber = Transcriber.of(engine.info, engine.session.tokenizer, params, generate)
+    source = engine.info.source
+    assert source is not None, "the model hears"
+    transcript = await transcriber.transcribe(Recording.decoded(recording, source))
+    text: bytes | str = transcript.encode(form)
     return text.decode() if isinstance(text, bytes) else text
 
 

@@ -51,9 +51,12 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run(options: argparse.Namespace) -> int:
     """Run the agent until the engine ends."""
+    from pagewire.ipc.host.system import require_linux
+
+    require_linux()
     from pagewire.ipc import logs
     from pagewire.ipc.environment import check_environment
-    from pagewire.ipc.wire.group_key import default_key_file
+    from pagewire.ipc.join.group_key import default_key_file
     from pagewire.ipc.wire.sockets import check_address
     from pagewire.workers.process.agent import Agent
 

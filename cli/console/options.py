@@ -87,8 +87,10 @@ def check_config(path: str | None, values: dict[str, Any]) -> EngineArgs:
         raise UsageError(f"{path}: {error}") from error
 
 
-def read_file(path: str | None) -> dict[str, Any]:
+def read_file(path: str | None, *, dashes: bool = True) -> dict[str, Any]:
     """Read a YAML file of options and return its values by field name; names may be written with dashes.
+
+    dashes: they stand for underscores; else names are as they are.
 
     Without a file, the result is empty.
 
@@ -108,7 +110,7 @@ def read_file(path: str | None) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise UsageError(f"{path} must hold a mapping of option names to values")
-    return {str(name).replace("-", "_"): values[name] for name in values}
+    return {str(name).replace("-", "_") if dashes else str(name): values[name] for name in values}
 
 
 def add_attach_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:

@@ -18,7 +18,7 @@ class CommandParser(FlexibleArgumentParser):
     """An argument parser that reports a mistake in one line, without usage text, and suggests a similar option.
 
     Attributes:
-        elsewhere: names that other programs give commands, and the names that they have here.
+        elsewhere: names that other programs give commands, and what to type here.
     """
 
     elsewhere: Mapping[str, str] = {}
@@ -30,7 +30,7 @@ class CommandParser(FlexibleArgumentParser):
 
             text = unknown_name("command", value, action.choices)
             if (ours := self.elsewhere.get(value)) is not None:
-                text = f"unknown command {value!r}; it is {self.prog} {ours}"
+                text = f"unknown command {value!r}; {ours}"
             self.error(text)
         super()._check_value(action, value)
 

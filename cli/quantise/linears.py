@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pagewire.ipc.files.hub import read_foreign
+from pagewire.ipc.files.model_configs import read_foreign
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.conversion import Conversion, conversions
 from pagewire.workers.checkpoint.formats.online import ROUTERS

@@ -13,8 +13,8 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from pagewire import AsyncLLM, EngineArgs
-from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.wiring import create_app
 
 MODEL = os.environ.get("MODEL", "demo")
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest.mock import MagicMock
 
-from pagewire.frontend.server.app import MODULES
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.wiring import MODULES
 
 INTRODUCTION = """\
 # HTTP operations

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
-    "Of a core": ROOT / "engine_core/clients/metrics.py",
+    "Of a core": ROOT / "engine_core/metrics/metrics.py",
     "Of a router": ROOT / "frontend/route/metrics.py",
 }
 KINDS = {"counter", "gauge", "histogram", "vector"}

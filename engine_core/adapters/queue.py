@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from pagewire.engine_core.schedule.adapter import Adapter, Residence
+from pagewire.engine_core.adapters.adapter import Adapter, Residence, adapter_of
 from pagewire.engine_core.schedule.sequence import Sequence
 
 PATIENCE_SECONDS = 0.5  # that an adapter waits for room before the active ones get no new sequences
@@ -73,9 +73,10 @@ class AdapterQueue:
 
     def remove(self, sequence: Sequence) -> bool:
         """Take a sequence out of those that wait; False if it is none of them."""
-        if sequence.adapter is None or sequence not in self.waiting.get(sequence.adapter, ()):
+        adapter = adapter_of(sequence)
+        if adapter is None or sequence not in self.waiting.get(adapter, ()):
             return False
-        del self.waiting[sequence.adapter][sequence]
+        del self.waiting[adapter][sequence]
         return True
 
     def turns(self, now: float, may_read: Callable[[Adapter], bool]) -> Turns:
@@ -119,9 +120,10 @@ class AdapterQueue:
         """Let scheduled sequences wait again, before those that wait already."""
         returned: dict[Adapter, dict[Sequence, None]] = {}
         for sequence in sequences:
-            assert sequence.adapter is not None
-            self.scheduled[sequence.adapter].discard(sequence)
-            returned.setdefault(sequence.adapter, {})[sequence] = None
+            adapter = adapter_of(sequence)
+            assert adapter is not None
+            self.scheduled[adapter].discard(sequence)
+            returned.setdefault(adapter, {})[sequence] = None
         for adapter, group in returned.items():
             if not self.scheduled[adapter]:
                 del self.scheduled[adapter]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from pagewire.engine_core.schedule.adapter import Adapter, key_of
+from pagewire.engine_core.adapters.adapter import Adapter, key_of
 from pagewire.ipc.wire.lora import AdapterSource
 
 MAX_REGISTERED = 100_000

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TypeAlias
 
-from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits, Residence
+from pagewire.engine_core.adapters.adapter import Adapter, AdapterLimits, Residence
 from pagewire.ipc.wire.lora import AdapterLoaded, DropAdapter, LoadAdapter
 
 MAX_LOADING = 2  # so that the workers read the next adapter as soon as they have the last

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from pagewire.engine_core.adapters.adapter import Adapter, AdapterLimits, Residence, adapter_of
 from pagewire.engine_core.adapters.queue import AdapterQueue, name_of
 from pagewire.engine_core.adapters.registry import AdapterRegistry
 from pagewire.engine_core.adapters.resident import LOAD_SECONDS, Command, ResidentAdapters
-from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits, Residence
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.errors import AdapterCrashedWorkerError
 from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource
@@ -155,17 +155,19 @@ class AdapterTable:
 
     def enter(self, sequence: Sequence, now: float) -> None:
         """Let a sequence wait for its adapter, until `admit` returns it."""
-        assert sequence.adapter is not None
-        adapter = sequence.adapter = self.registry.know(sequence.adapter)
+        named = adapter_of(sequence)
+        assert named is not None
+        adapter = sequence.adapter = self.registry.know(named)
         if sequence.request.adapter is not None and sequence.request.adapter.path:
             adapter.retired = False  # it is used again
         self.queue.add(sequence, adapter, now)
 
     def drop(self, sequence: Sequence) -> bool:
         """Take a sequence out of those that wait; False if it is none of them."""
-        if sequence.adapter is None or not self.queue.remove(sequence):
+        adapter = adapter_of(sequence)
+        if adapter is None or not self.queue.remove(sequence):
             return False
-        self._settle(sequence.adapter)
+        self._settle(adapter)
         return True
 
     def admit(self, now: float) -> tuple[list[Sequence], list[Refusal]]:
@@ -191,8 +193,9 @@ class AdapterTable:
 
     def ended(self, sequence: Sequence) -> None:
         """Record that a sequence has ended, whether it was scheduled or not."""
-        if sequence.adapter is not None and self.queue.ended(sequence, sequence.adapter):
-            self._settle(sequence.adapter)
+        adapter = adapter_of(sequence)
+        if adapter is not None and self.queue.ended(sequence, adapter):
+            self._settle(adapter)
 
     # ------------------------------------------------------------ the workers' memory
 

@@ -9,22 +9,27 @@ from collections.abc import Sequence as Sequence_
 from itertools import islice
 from typing import Protocol
 
-from pagewire.engine_core.adapters.table import AdapterTable
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
-from pagewire.engine_core.schedule.features import Features
+from pagewire.engine_core.schedule.attachments import EncoderInput, GrammarError, GrammarPosition
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.step import Outcome
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.shares import Name
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import TokenDelta
 from pagewire.ipc.wire.params import StructuredOutputsParams
+from pagewire.ipc.wire.requests import TokenDelta
+
+
+class CompiledGrammar(Protocol):
+    """A grammar that sequences can follow."""
+
+    def matcher(self, token_ids: Sequence_[int] = (), ignore_eos: bool = False) -> GrammarPosition:
+        """The position of a sequence that has generated `token_ids`; raises GrammarError."""
 
 
 class PendingGrammar(Protocol):
     """A grammar that is being compiled, or has been."""
 
-    def poll(self, now: float) -> Grammar | None:
+    def poll(self, now: float) -> CompiledGrammar | None:
         """The grammar, or None while it is being compiled; raises GrammarError or EngineBusyError."""
 
 
@@ -38,7 +43,7 @@ class GrammarCompiler(Protocol):
 class PendingFeatures(Protocol):
     """The media of a prompt, whose features are being made, or have been."""
 
-    def poll(self) -> Sequence_[Features] | None:
+    def poll(self) -> Sequence_[EncoderInput] | None:
         """The features, or None while they are being made; raises ValueError or EngineBusyError."""
 
 
@@ -47,6 +52,31 @@ class MediaProcessing(Protocol):
 
     def submit(self, prompt: Prompt, tenant: Name, frontend: bytes, now: float) -> PendingFeatures:
         """Begin to make the features of a prompt's media for a frontend's tenant; raises EngineBusyError."""
+
+
+class WaitingSequences(Protocol):
+    """Sequences in turn."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+
+class AdapterRoom(Protocol):
+    """Where sequences wait for their adapter."""
+
+    @property
+    def queue(self) -> WaitingSequences:
+        """Those that wait."""
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """Let a sequence wait for its adapter, until `admit` returns it."""
+
+    def drop(self, sequence: Sequence) -> bool:
+        """Take a sequence out of those that wait; False if it is none of them."""
+
+    def admit(self, now: float) -> tuple[list[Sequence], list[tuple[Sequence, Exception]]]:
+        """The sequences that may be scheduled from now on, in order; and those that cannot run, with the reason."""
 
 
 MAX_REPLAYED = 256  # matchers, and tokens that they start with, for which one call of `ready` does the work
@@ -64,6 +94,7 @@ class Lobby:
 
     Attributes:
         held: nothing leaves the lobby, because the engine is paused.
+        awaits_weights: likewise, because the workers are to have other weights first.
         has_work: `ready` has left work for its next call, for which the loop should not wait.
     """
 
@@ -72,10 +103,10 @@ class Lobby:
         grammars: GrammarCompiler,
         max_waiting: int,
         on_compiled: Callable[[float], None],
-        adapters: AdapterTable | None = None,
+        adapters: AdapterRoom | None = None,
         media: MediaProcessing | None = None,
     ) -> None:
-        self.held = self.has_work = False
+        self.held = self.awaits_weights = self.has_work = False
         self._grammars, self._max_waiting, self._on_compiled = grammars, max_waiting, on_compiled
         self._grammar_of: dict[Sequence, PendingGrammar] = {}
         self._compiling: dict[PendingGrammar, dict[Sequence, None]] = {}  # one entry however many wait for it
@@ -142,7 +173,7 @@ class Lobby:
         """
         refusals = self._poll_media(now) if self._processing else []
         refusals += self._poll(now) if self._compiling else []
-        if self.held:
+        if self.held or self.awaits_weights:
             return [], refusals
         ready, self._ready = list(self._ready), {}
         if self._adapters is not None:
@@ -151,7 +182,7 @@ class Lobby:
         return ready, refusals
 
     def _with_adapters(
-        self, adapters: AdapterTable, sequences: list[Sequence], now: float
+        self, adapters: AdapterRoom, sequences: list[Sequence], now: float
     ) -> tuple[list[Sequence], list[Outcome]]:
         """Those of `sequences` that need no adapter, and all whose adapter is there; the ends of those refused."""
         for sequence in sequences:
@@ -218,7 +249,7 @@ class Lobby:
         self.has_work = False
         for pending, waiting in list(self._compiling.items()):
             try:
-                outcome: Grammar | Exception | None = pending.poll(now)
+                outcome: CompiledGrammar | Exception | None = pending.poll(now)
             except (GrammarError, EngineBusyError) as error:
                 outcome = error
             if outcome is None:
@@ -232,7 +263,7 @@ class Lobby:
             self.has_work |= bool(waiting)
         return refusals
 
-    def _enter(self, sequence: Sequence, outcome: Grammar | Exception, now: float) -> list[Outcome]:
+    def _enter(self, sequence: Sequence, outcome: CompiledGrammar | Exception, now: float) -> list[Outcome]:
         """Make a sequence ready to leave; returns its end if it is refused."""
         try:
             if isinstance(outcome, GrammarError) and is_optional(sequence):

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagewire.ipc.beams import MAX_CANDIDATES
-from pagewire.ipc.bounds import MAX_INT, check_int, check_num_logprobs
+from pagewire.ipc.bounds import MAX_INT, check_fields, check_int, check_num_logprobs
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.models.own_code import check_processors
+from pagewire.ipc.tenants import check_tenant
 from pagewire.ipc.wire.embeddings import check_media
-from pagewire.ipc.wire.messages import EngineInfo, Request
+from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import SamplingParams, check_turn, max_n
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.requests import Request
 from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, check_source
-from pagewire.ipc.wire.tenants import check_tenant
 from pagewire.ipc.wire.thinking import ThinkingMarks
 
 MAX_RANK = 2**31  # sequences of one batch
@@ -39,13 +41,14 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     else:
         check_source(request.prompt, info.source, info.block_size)
     check_adapter(request, info)
+    check_retention(request)
     if isinstance(request.task, PoolingParams):
         check_pooling(request, request.task, info)
         return
     if info.pooling is not None:
         raise ValueError("this engine pools and does not generate: submit PoolingParams")
     if request.task.n > max_n():
-        raise ValueError(f"n must be at most {max_n()}, got {request.task.n}")
+        raise FieldValueError("n", f"must be at most {max_n()}, got {request.task.n}")
     num_prompt = len(request.prompt.token_ids)
     if num_prompt == 0:
         raise ValueError("the prompt is empty")
@@ -87,6 +90,14 @@ def check_adapter(request: Request, info: EngineInfo) -> None:
         raise ValueError("the content of an adapter is for the core to find: name the adapter itself")
 
 
+def check_retention(request: Request) -> None:
+    """Check what a request says of the time for which its prefix stays cached; raises ValueError."""
+    if request.retention and isinstance(request.task, PoolingParams):
+        raise FieldValueError("retention", ": a request to pool keeps no prefix")
+    for wish in request.retention:
+        check_fields(wish)
+
+
 def vocab_size_of(request: Request, info: EngineInfo) -> int:
     """The vocabulary of the model, and of its adapter at most."""
     extra = info.lora.extra_vocab_size if info.lora is not None and request.adapter is not None else 0
@@ -107,7 +118,7 @@ def check_pooling(request: Request, params: PoolingParams, info: EngineInfo) -> 
         )
     check_prompt(request, info)
     if request.output_token_ids:
-        raise ValueError("output_token_ids: a request to pool has none")
+        raise FieldValueError("output_token_ids", ": a request to pool has none")
     info.pooling.check(params, num_tokens)
 
 
@@ -118,14 +129,16 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
     for word in params.bad_words_token_ids or ():
         check_token_ids("bad_words_token_ids", word, info.vocab_size)
     if params.use_beam_search:
-        raise ValueError("use_beam_search is for frontends, which search by requests of one token each")
+        raise FieldValueError(
+            "use_beam_search", "is for frontends, which search by requests of one token each"
+        )
     check_processors(params.logits_processors or (), info.logits_processors)
     if params.thinking_token_budget is not None:
         check_marks(params.thinking, info)
     if (rules := params.timestamps) is not None:
         check_token_ids("timestamps", [rules.first, rules.end], info.vocab_size)
     if info.source is not None and params.prompt_logprobs is not None:
-        raise ValueError(NO_PROMPT_LOGPROBS)
+        raise FieldValueError("prompt_logprobs", NO_PROMPT_LOGPROBS)
     for name in ("logprobs", "prompt_logprobs"):
         most = info.max_logprobs
         if params.processed_logprobs and most != -1:  # of a single token
@@ -136,7 +149,9 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
 def check_marks(marks: ThinkingMarks | None, info: EngineInfo) -> None:
     """Check that the marks of a budget for reasoning are tokens of the model; raises ValueError."""
     if marks is None or not marks.open_ids or marks.close_id is None:
-        raise ValueError("thinking_token_budget needs the tokens of the marks, which frontends fill in")
+        raise FieldValueError(
+            "thinking_token_budget", "needs the tokens of the marks, which frontends fill in"
+        )
     check_token_ids("thinking", [*marks.open_ids, marks.close_id], info.vocab_size)
 
 
@@ -144,20 +159,21 @@ def check_step_of_search(request: Request) -> None:
     """Check that a request for processed log probabilities generates a single token; raises ValueError."""
     params, done = request.params, request.output_token_ids or [[]]
     if params.n > 1 or params.prompt_logprobs is not None or params.max_tokens != len(done[0]) + 1:
-        raise ValueError("processed_logprobs are for steps of beam search, which generate one token")
+        raise FieldValueError("processed_logprobs", "are for steps of beam search, which generate one token")
 
 
 def check_resumed(request: Request, info: EngineInfo) -> None:
     """Check the tokens of a resubmitted request: n sequences, none of them complete; raises ValueError."""
     done = request.output_token_ids or []
     if len(done) != request.params.n:
-        raise ValueError(f"output_token_ids has {len(done)} sequences, but n is {request.params.n}")
+        raise FieldValueError("output_token_ids", f"has {len(done)} sequences, but n is {request.params.n}")
     limit = info.max_len_of(request.prompt) - len(request.prompt.token_ids)
     limit = min(limit, request.params.max_tokens or limit)
     for token_ids in done:
         if len(token_ids) >= limit:
-            raise ValueError(
-                f"output_token_ids: a sequence of {len(token_ids)} tokens is already complete (limit {limit})"
+            raise FieldValueError(
+                "output_token_ids",
+                f": a sequence of {len(token_ids)} tokens is already complete (limit {limit})",
             )
         check_token_ids("output_token_ids", token_ids, vocab_size_of(request, info))
 
@@ -167,4 +183,4 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> Non
     ids = list(token_ids)
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}")
+        raise FieldValueError(name, f": token id {wrong} is outside the vocabulary of {vocab_size}")

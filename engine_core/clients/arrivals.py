@@ -7,7 +7,8 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple, TypeAlias
 
 from pagewire.engine_core.clients.clients import AttachedClient
-from pagewire.ipc.wire.messages import Call, Request
+from pagewire.ipc.wire.messages import Call
+from pagewire.ipc.wire.requests import Request
 from pagewire.ipc.wire.window import Load
 
 MAX_REQUESTS = 8192

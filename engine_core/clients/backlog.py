@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 from pagewire.ipc.wire.codec import Buffer
 from pagewire.ipc.wire.items import LogprobRows
-from pagewire.ipc.wire.messages import Deltas, TokenDelta
+from pagewire.ipc.wire.messages import Deltas
+from pagewire.ipc.wire.requests import TokenDelta
 
 DELTA_BYTES = 400  # memory of a delta without its tokens
 TOKEN_BYTES = 36  # of a token in a list: a pointer and an integer
@@ -123,9 +124,12 @@ def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
         timing=second.timing or first.timing,
         error=second.error,
         error_type=second.error_type,
+        error_place=second.error_place,
         num_drafts=first.num_drafts + second.num_drafts,
         num_accepted=first.num_accepted + second.num_accepted,
         adapter=second.adapter or first.adapter,
+        retained=second.retained or first.retained,
+        weights=second.weights or first.weights,
     )
 
 

@@ -18,7 +18,7 @@ import zmq
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.backlog import Backlog
 from pagewire.engine_core.clients.unfinished import UnfinishedRequests
-from pagewire.ipc.errors import ProtocolError, error_text, error_type
+from pagewire.ipc.errors import ProtocolError, error_place, error_text, error_type
 from pagewire.ipc.wire.budget import MAX_CALL_BYTES, MAX_HELLO_BYTES
 from pagewire.ipc.wire.calls import Right
 from pagewire.ipc.wire.codec import Buffer, Codec
@@ -239,7 +239,7 @@ class Clients:
 
     def refuse(self, identity: bytes, error: BaseException) -> None:
         """Answer a frontend's message with an error, which keeps its type."""
-        self.send(identity, Refused(error_text(error), error_type(error)))
+        self.send(identity, Refused(error_text(error), error_type(error), error_place=error_place(error)))
 
     def turn_away(self, identity: bytes, error: BaseException) -> None:
         """Refuse to attach a frontend that has greeted."""

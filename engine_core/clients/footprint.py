@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pagewire.ipc.wire.budget import POINTER_BYTES
-from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.requests import Request
 from pagewire.ipc.wire.tasks import LARGE
 
 INTEGER_BYTES, FLOAT_BYTES = 32, 24

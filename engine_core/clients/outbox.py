@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.step import Outcome, StepOutcomes
-from pagewire.ipc.wire.messages import Deltas, TokenDelta
+from pagewire.ipc.wire.messages import Deltas
+from pagewire.ipc.wire.requests import TokenDelta
 
 
 class DeltaOutbox:

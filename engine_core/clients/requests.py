@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from pagewire.engine_core.adapters.table import AdapterTable
-from pagewire.engine_core.admission.lobby import Lobby
+from pagewire.engine_core.admission.lobby import Lobby, refusal
 from pagewire.engine_core.clients.clients import AttachedClient, Clients
-from pagewire.engine_core.clients.metrics import Metrics
 from pagewire.engine_core.clients.outbox import DeltaOutbox
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.step import Outcome
-from pagewire.ipc.wire.messages import TokenDelta
+from pagewire.engine_core.wings.wing import Wing
+from pagewire.ipc.wire.requests import TokenDelta
 
 logger = logging.getLogger("pagewire.core")
 
@@ -22,22 +21,14 @@ logger = logging.getLogger("pagewire.core")
 class EngineRequests:
     """The sequences in the lobby and in the scheduler, each with the frontend that submitted it.
 
-    adapters: learns of ends; None if none are served.
+    wings: learn of ends.
 
     Attributes:
         outbox: deltas that are still to be sent.
     """
 
-    def __init__(
-        self,
-        clients: Clients,
-        lobby: Lobby,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        adapters: AdapterTable | None,
-    ) -> None:
-        self._clients, self._lobby, self._scheduler = clients, lobby, scheduler
-        self._metrics, self._adapters = metrics, adapters
+    def __init__(self, clients: Clients, lobby: Lobby, scheduler: Scheduler, wings: Collection[Wing]) -> None:
+        self._clients, self._lobby, self._scheduler, self._wings = clients, lobby, scheduler, wings
         self.outbox = DeltaOutbox(clients, self._ended)
 
     def __iter__(self) -> Iterator[tuple[AttachedClient, Sequence]]:
@@ -78,6 +69,13 @@ class EngineRequests:
             self.outbox.add([(sequence, TokenDelta(sequence.key, sequence.index, [], "abort"))])
         return len(live)
 
+    def fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """End sequences with an error."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self._remove(sequence)
+                self.outbox.add([(sequence, refusal(sequence, error))])
+
     def deliver(self) -> None:
         """Send all queued deltas to the frontends."""
         self.outbox.send(time.monotonic())
@@ -88,6 +86,5 @@ class EngineRequests:
 
     def _ended(self, sequence: Sequence, reason: str, now: float) -> None:
         """Record the end of a sequence."""
-        self._metrics.finished(sequence, reason, now)
-        if self._adapters is not None:
-            self._adapters.ended(sequence)
+        for wing in self._wings:
+            wing.ended(sequence, reason, now)

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pagewire.engine_core.adapters.adapter import AdapterLimits
 from pagewire.engine_core.config.rotary import rotary_overrides
 from pagewire.engine_core.config.scaling_factors import read_scaling_factors
 from pagewire.engine_core.config.speculative_model import resolve_speculation
-from pagewire.engine_core.schedule.adapter import AdapterLimits
+from pagewire.engine_core.retention.promises import RetentionLimits
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
-from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS
 from pagewire.ipc.counts import check_counts
 from pagewire.ipc.families.media import MediaFamily, has_processor, media_family
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
-from pagewire.ipc.files.hub import model_folder, read_configs
+from pagewire.ipc.files.hub import model_folder
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.models.architectures import pools
 from pagewire.ipc.models.plugins import load_allowed_plugins
 from pagewire.ipc.models.registrations import registered
@@ -27,12 +28,14 @@ from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
 from pagewire.ipc.wire.lora import MAX_ADAPTER_ID, AdapterSource
-from pagewire.ipc.wire.media import KEPT_EMBEDDINGS, MediaInfo
+from pagewire.ipc.wire.media import MediaInfo
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import max_n
 from pagewire.ipc.wire.pooling import PoolerConfig
+from pagewire.ipc.wire.tier_messages import TierConfig
 from pagewire.ipc.wire.worker_messages import Parallel, Ready, WorkerConfig
 
+CPU_STEP_SECONDS, GPU_STEP_SECONDS = 0.2, 0.05  # of a step, unless an option says otherwise
 LAYER_PARTITION = "PAGEWIRE_PP_LAYER_PARTITION"
 
 
@@ -186,7 +189,13 @@ class EngineConfig:
             worker_extension=args.worker_extension or "",
             media=self.media is not None,
             batch_invariant=args.batch_invariant,
+            tier=self.tier,
         )
+
+    @property
+    def tier(self) -> TierConfig | None:
+        """Where KV blocks are kept on disk; None if nowhere."""
+        return self.args.resolved_tier()
 
     def adapter_limits(self, ready: Ready) -> AdapterLimits | None:
         """How many LoRA adapters there may be; None if none are served."""
@@ -197,7 +206,7 @@ class EngineConfig:
         return AdapterLimits(lora.max_loras, max_resident, args.max_lora_bytes, ready.vocab_size)
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:
-        """The scheduler's limits, given the KV blocks and the state slots that the worker has allocated.
+        """The scheduler's limits, given the KV blocks that the worker has allocated.
 
         A prompt of an encoder has no KV cache, and runs in one step. One block, of any size, stands for it.
         The stages of a pipeline run different steps at the same time, which share the budget of tokens: so a long
@@ -228,11 +237,25 @@ class EngineConfig:
             policy=args.scheduling_policy,
             depth=depth,
             stages=stages,
-            num_states=ready.num_states,
-            checkpoint_tokens=checkpoint_tokens(ready, args.block_size),
-            encoder_capacity=KEPT_EMBEDDINGS if ready.media else 0,
             launch_steps=self._launch_steps(ready),
+            step_seconds=self._step_seconds(ready) / min(stages, depth),
         )
+
+    def retention_limits(self, config: SchedulerConfig, num_states: int) -> RetentionLimits:
+        """How much of the KV cache may be promised to stay cached."""
+        args = self.args
+        return RetentionLimits.of(
+            config, num_states, args.max_retained_share, caches=args.enable_prefix_caching
+        )
+
+    def _step_seconds(self, ready: Ready) -> float:
+        """The seconds that a step with prompts may take while others wait for a token; 0: any.
+
+        In a pipeline a sequence is in one of as many steps as there are stages, which share this time, too.
+        """
+        if self.args.max_step_ms is not None:
+            return self.args.max_step_ms / 1000
+        return CPU_STEP_SECONDS if ready.device == "cpu" else GPU_STEP_SECONDS
 
     def _launch_steps(self, ready: Ready) -> int:
         """The most steps that one plan is for: several where one worker on a CPU samples all tokens by itself.
@@ -350,13 +373,6 @@ def layer_partition(num_stages: int) -> tuple[int, ...]:
             f"(pipeline_parallel_size), such as {','.join(['8'] * num_stages)}"
         )
     return tuple(map(int, parts))
-
-
-def checkpoint_tokens(ready: Ready, block_size: int) -> int:
-    """Tokens between two checkpoints of states in a prompt: as many as have KV of the size of one checkpoint."""
-    if not ready.bytes_per_block or not ready.num_states:
-        return CHECKPOINT_TOKENS
-    return -(-ready.bytes_per_state * block_size // ready.bytes_per_block)
 
 
 def end_of_sequence(model: dict[str, Any], generation: dict[str, Any]) -> int | None:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from pagewire.ipc.counts import check_counts
-from pagewire.ipc.files.hub import model_folder, read_configs
+from pagewire.ipc.files.hub import model_folder
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.speculative import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculativeConfig, method_of
 

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from math import log
 from typing import Protocol
 
-from pagewire.engine_core.drafting.costs import MeasuredStep, StepCosts, WaitCosts, size_class
+from pagewire.engine_core.drafting.costs import MeasuredStep, WaitCosts
 from pagewire.engine_core.drafting.payoff import Payoff
+from pagewire.engine_core.schedule.step_costs import StepCosts, size_class
 
 MARGIN = 0.02  # by which, as a logarithm, drafts must be better than none
 LEAST_REACH = 0.02  # a draft that is less likely right is not considered

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.schedule.attachments import GrammarError
 
 MAX_CHAIN = 256  # rules or references one after the other; compiling needs about 8 kB of stack for each
 RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[^:\n\"/]{0,300}:", re.MULTILINE)

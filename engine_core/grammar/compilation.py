@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
+from pagewire.engine_core.grammar.matcher import Grammar
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.errors import EngineBusyError, EngineStalledError
 from pagewire.ipc.fair_queue import FairQueue
 from pagewire.ipc.shares import Name

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagewire.engine_core.grammar.chains import check_references, check_rules
-from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError, MasksTime, failure_reason
+from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, MasksTime, failure_reason
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.engine_core.grammar.structural_tag import structural_tag_grammar
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.gguf.file import is_gguf, read_metadata
 from pagewire.ipc.gguf.tokenizer import tokenizer_json
 from pagewire.ipc.wire.params import StructuredOutputsParams

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.files.hub import check_files
 from pagewire.ipc.host.lifeline import Child, die_with_parent
 

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pagewire.engine_core.schedule.attachments import GrammarError
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
@@ -35,10 +37,6 @@ MEASURED = 8  # one mask in so many is measured and counts for all: measuring ta
 NOTED_BYTES = 16 << 10
 PAGE_BYTES = resource.getpagesize()
 MAX_ERROR_CHARS = 1000  # of llguidance's messages, which repeat the grammar
-
-
-class GrammarError(ValueError):
-    """The grammar is invalid or not supported, or the output does not match it; the text says why."""
 
 
 class Matcher:

@@ -28,8 +28,10 @@ import msgspec
 
 from pagewire.engine_core.grammar.compilation import Compilation, too_slow
 from pagewire.engine_core.grammar.compile import compile_text
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
+from pagewire.engine_core.grammar.matcher import Grammar
 from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, Proof, Prover
+from pagewire.engine_core.schedule.attachments import GrammarError
+from pagewire.engine_core.wings.wing import Wing
 from pagewire.ipc.errors import EngineBusyError, EngineStalledError
 from pagewire.ipc.fair_queue import FairQueue
 from pagewire.ipc.host.confined import JobTimeoutError
@@ -59,7 +61,7 @@ Lane = FairQueue[Compilation]
 logger = logging.getLogger("pagewire.core")
 
 
-class Grammars:
+class Grammars(Wing):
     """Compiles grammars in threads, and caches those used most recently.
 
     load: makes llguidance's tokenizer; called once, by `start` or for the first grammar. vocab_size: of the model.
@@ -253,7 +255,7 @@ class Grammars:
                 )
             self._forget(own + num_bytes - limit)
 
-    def limit_memory(self) -> None:
+    def tidy(self) -> None:
         """Forget cached grammars, and evict those in use, until all take no more than they may.
 
         To be called now and then: grammars grow while they are used. Those of the tenant that has most go first,

@@ -17,7 +17,8 @@ from typing import Protocol
 import msgspec
 
 from pagewire.engine_core.grammar.compile import compile_text, grammar_text, load_tokenizer
-from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError
+from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.host.confined import Confined, JobKilledError, JobTimeoutError, Limits
 from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.ipc.host.job_server import Handler, serve

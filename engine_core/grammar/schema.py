@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 MAX_MULTIPLE = 100_000  # llguidance builds an automaton with this many states, in a third of a second

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from pagewire.engine_core.grammar.chains import check_references, check_rules
-from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.grammar.json_text import json_text_grammar
 from pagewire.engine_core.grammar.schema import json_schema
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ class Regex(TagPart, tag="regex"):
 
 
 class GrammarText(TagPart, tag="grammar"):
-    """Text that follows a grammar, in Lark's notation or GBNF."""
+    """Text that follows a grammar, in Lark's notation or GBNF. json_string: as it stands between quotes in JSON."""
 
     grammar: str
+    json_string: bool = False
 
 
 class AnyText(TagPart, tag="any_text"):
@@ -193,7 +195,7 @@ class FormatWriter:
             case Regex():
                 return self.embed(lark_grammar="start: " + regex_literal(form.pattern))
             case GrammarText():
-                return self.user_grammar(form.grammar)
+                return self.user_grammar(form)
             case AnyText():
                 return "TEXT"
             case SequenceFormat():
@@ -238,9 +240,11 @@ class FormatWriter:
         self._embedded.append({"name": name, **grammar})
         return self.rule(f"@{name}")
 
-    def user_grammar(self, text: str) -> str:
+    def user_grammar(self, form: GrammarText) -> str:
         """Return the expression of a user's grammar, which may be a list whose first grammar is the main one."""
-        lark = self._lark_text(text)
+        lark = self._lark_text(form.grammar)
+        if form.json_string:
+            lark = json_text_grammar(lark)
         if not lark.lstrip().startswith("{"):
             check_rules(lark)
             return self.embed(lark_grammar=lark)

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
+from pagewire.engine_core.media.features import Features
 from pagewire.engine_core.media.jobs import Processed
 from pagewire.engine_core.media.processor import NUM_PARALLEL, MediaProcessor
-from pagewire.engine_core.schedule.features import Features
+from pagewire.engine_core.wings.wing import Wing
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
 from pagewire.ipc.recent import Recent
@@ -42,7 +43,7 @@ from pagewire.ipc.wire.media import (
 
 logger = logging.getLogger("pagewire.core")
 
-MAX_BYTES = 512 << 20  # features that are kept for later requests
+MAX_BYTES = 256 << 20  # features that are kept for later requests
 MAX_LIVE_BYTES = 2 << 30  # all features; further requests wait until others have ended
 MAX_LAYOUT_BYTES = 32 << 20  # layouts that are kept
 MAX_PENDING = 1024  # requests that may wait for a thread; further ones are refused
@@ -147,7 +148,7 @@ class PendingLayout:
         self._store.answer(self._done, outcome)
 
 
-class MediaStore:
+class MediaStore(Wing):
     """The media of all requests.
 
     processor: of the model. described: what it takes. info: the same for frontends. wake: wakes the core's loop.
@@ -208,7 +209,7 @@ class MediaStore:
         else:
             self._put(PendingLayout(self, key, done), tenant, frontend)
 
-    def deliver(self) -> None:
+    def advance(self) -> None:
         """Call those who wait for layouts that were made."""
         while self._answers:
             self._answers.popleft()()

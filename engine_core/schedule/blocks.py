@@ -11,22 +11,26 @@ Blocks are allocated from the front. Until then a free block keeps its content a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from pagewire.engine_core.schedule.block_changes import CLEARED, Change, Removed
+from pagewire.ipc.wire.block_names import ROOT
 
 
 class Block:
     """One KV block, or one state slot.
 
     num_refs: sequences that use it. name: see `ipc.block_names`; None until the block is full, its tokens known.
+    parent: the name of the block before it, while it has a name itself.
     """
 
-    __slots__ = ("block_id", "name", "next", "num_refs", "prev")
+    __slots__ = ("block_id", "name", "next", "num_refs", "parent", "prev")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.num_refs = 0
         self.name: bytes | None = None
+        self.parent = ROOT
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -34,11 +38,20 @@ class Block:
         return f"Block({self.block_id}, refs={self.num_refs}, named={self.name is not None})"
 
 
+class EvictedBlock(NamedTuple):
+    """A block that was allocated while its content could still be found under its name."""
+
+    block_id: int
+    name: bytes
+    parent: bytes
+
+
 class BlockPool:
     """All blocks of a cache, ids 0 to num_blocks - 1.
 
     Attributes:
         changes: a list that gets what becomes of names, in order; None while nothing reads it.
+        evicted: a list that gets the blocks that lose their content; None if nothing reads it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -47,6 +60,7 @@ class BlockPool:
         self.num_free = 0
         self.num_evictions = 0
         self.changes: list[Change] | None = None
+        self.evicted: list[EvictedBlock] | None = None
         self._ends = Block(-1)  # sentinel: next is the front, prev the back
         self._ends.prev = self._ends.next = self._ends
         for block in self.blocks:
@@ -93,11 +107,11 @@ class BlockPool:
             if block.num_refs == 0:
                 self._link(self._ends if block.name is None else self._ends.prev, block)
 
-    def register(self, block: Block, name: bytes) -> bool:
+    def register(self, block: Block, name: bytes, parent: bytes = ROOT) -> bool:
         """Give `block` a name, unless another block already has it. Returns True if the block was given it."""
         if block.name is not None or name in self.named:
             return False
-        block.name = name
+        block.name, block.parent = name, parent
         self.named[name] = block
         return True
 
@@ -115,6 +129,8 @@ class BlockPool:
         self.named.clear()
         if self.changes is not None:
             self.changes.append(CLEARED)
+        if self.evicted is not None:
+            self.evicted.clear()
 
     def free_order(self) -> Iterator[int]:
         """Ids of the free blocks, in the order of allocation."""
@@ -128,6 +144,8 @@ class BlockPool:
         assert block is not None and block is not self._ends
         self._unlink(block)
         if block.name is not None:
+            if self.evicted is not None:
+                self.evicted.append(EvictedBlock(block.block_id, block.name, block.parent))
             self._drop_name(block)
             self.num_evictions += 1
         block.num_refs = 1

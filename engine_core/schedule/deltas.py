@@ -5,13 +5,15 @@ from __future__ import annotations
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.errors import NotFiniteError
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.messages import TokenDelta
-from pagewire.ipc.wire.worker_messages import RowResult
+from pagewire.ipc.wire.requests import TokenDelta
+from pagewire.ipc.wire.steps import RowResult
 
 
 def add_facts(delta: TokenDelta, sequence: Sequence, now: float) -> None:
-    """Set what the first and the last delta of a sequence say of it."""
+    """Set what the first and the last delta of a sequence say of it, and one whose token comes of other weights."""
     delta.num_cached_tokens, delta.timing = sequence.num_cached_tokens, sequence.timing(now)
+    delta.retained = list(sequence.retained)
+    delta.weights, sequence.num_versions_told = list(sequence.versions), len(sequence.versions)
     if sequence.adapter is not None:
         delta.adapter = sequence.request.prompt.adapter
 

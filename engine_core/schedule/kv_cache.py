@@ -2,7 +2,7 @@
 
 The first group are token blocks: KV blocks, which also carry the names of prefixes. A model without attention has
 them, too; they take no memory there. The other groups keep something else of a prefix under the names of its blocks
-(`state_slots`). A sequence is admitted if it fits all groups, and a cached prefix ends where all of them have it.
+(`cache_group`). A sequence is admitted if it fits all groups, and a cached prefix ends where all of them have it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from itertools import takewhile
-from typing import TypeAlias
+from typing import TypeVar
 
 from pagewire.engine_core.schedule.block_changes import Stored
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
-from pagewire.engine_core.schedule.encoder_cache import EncoderCache
+from pagewire.engine_core.schedule.cache_group import CacheGroup
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.engine_core.schedule.state_slots import StateSlots
 from pagewire.ipc.wire.block_names import ROOT
-from pagewire.ipc.wire.worker_messages import Row
+from pagewire.ipc.wire.steps import Row, StepPlan
 
-CacheGroup: TypeAlias = StateSlots | EncoderCache
+G = TypeVar("G", bound=CacheGroup)
 
 
 class KVCache:
@@ -36,10 +35,10 @@ class KVCache:
         """Fraction of the blocks in use, 0 to 1."""
         return self.pool.num_used / len(self.pool)
 
-    def begin(self, running: Sequence_[Sequence]) -> None:
-        """Begin a plan, with these sequences running."""
+    def begin(self, running: Sequence_[Sequence], limited: bool) -> None:
+        """Begin a plan; see `CacheGroup.begin`."""
         for group in self.groups:
-            group.begin(running)
+            group.begin(running, limited)
 
     def chunk(self, sequence: Sequence, count: int) -> int:
         """How many of the next `count` tokens a row may run in this plan."""
@@ -58,10 +57,7 @@ class KVCache:
         if the result needs the hidden states of the whole prompt. A prefix never ends within a medium, and only
         where every group can go on.
         """
-        if sequence.needs_all_positions:
-            return []
-        sequence.name_blocks(self.block_size)
-        usable = sequence.block_names[: (len(sequence.token_ids) - 1) // self.block_size]
+        usable = prefix_names(sequence, self.block_size)
         blocks = takewhile(lambda block: block is not None, map(self.pool.find, usable))
         cached = [block for block in blocks if block is not None]
         end = sequence.shared_end = sequence.prefix_end(len(cached) * self.block_size, self.block_size)
@@ -152,10 +148,10 @@ class KVCache:
         ends = [group.verify(sequence, row, num_rejected) for group in self.groups]
         sequence.computed = min([sequence.recomputed_end, *ends])
 
-    def settle(self) -> None:
+    def settle(self, plan: StepPlan) -> None:
         """End a plan, after which the next one can use all that it names and gives back."""
         for group in self.groups:
-            group.settle()
+            group.settle(plan)
 
     def register(self, sequence: Sequence) -> None:
         """Name the blocks whose tokens are all known and computed (or launched), so that others can share them.
@@ -168,10 +164,15 @@ class KVCache:
             return
         sequence.name_blocks(self.block_size)
         for i in range(sequence.num_registered, num_full):
-            named = self.pool.register(sequence.blocks[i], sequence.block_names[i])
-            if named and self.pool.changes is not None:
-                self.pool.changes.append(self._stored(sequence, i))
+            self.name(sequence.blocks[i], sequence, i)
         sequence.num_registered = num_full
+
+    def name(self, block: Block, sequence: Sequence, index: int) -> None:
+        """Give a block that holds a sequence's block `index` that one's name, unless another one has it."""
+        names = sequence.block_names
+        named = self.pool.register(block, names[index], names[index - 1] if index else ROOT)
+        if named and self.pool.changes is not None:
+            self.pool.changes.append(stored(sequence, index, self.block_size))
 
     def free(self, sequence: Sequence) -> None:
         """Return what the sequence has to the groups. It has no row in the plan that is being made."""
@@ -200,20 +201,24 @@ class KVCache:
         for group in self.groups:
             group.lose()
 
-    @property
-    def encoder(self) -> EncoderCache | None:
-        """The entries of media; None if the model takes none."""
-        return next((group for group in self.groups if isinstance(group, EncoderCache)), None)
+    def group(self, kind: type[G]) -> G | None:
+        """The group of a class; None if the model needs none."""
+        return next((group for group in self.groups if isinstance(group, kind)), None)
 
-    @property
-    def states(self) -> StateSlots | None:
-        """The state slots; None if the model keeps no states."""
-        return next((group for group in self.groups if isinstance(group, StateSlots)), None)
 
-    def _stored(self, sequence: Sequence, index: int) -> Stored:
-        names, begin = sequence.block_names, index * self.block_size
-        parent = names[index - 1] if index else ROOT
-        token_ids, source = sequence.token_ids[begin : begin + self.block_size], sequence.request.adapter
-        if source is None:
-            return Stored(names[index], parent, token_ids)
-        return Stored(names[index], parent, token_ids, source.adapter_id, source.name)
+def prefix_names(sequence: Sequence, block_size: int) -> list[bytes]:
+    """The names of the blocks of which a cached prefix of a sequence may consist; see `KVCache.cached_prefix`."""
+    if sequence.needs_all_positions:
+        return []
+    sequence.name_blocks(block_size)
+    return sequence.block_names[: (len(sequence.token_ids) - 1) // block_size]
+
+
+def stored(sequence: Sequence, index: int, block_size: int) -> Stored:
+    """The event for routers that a block of a sequence now has its name."""
+    names, begin = sequence.block_names, index * block_size
+    parent = names[index - 1] if index else ROOT
+    token_ids, source = sequence.token_ids[begin : begin + block_size], sequence.request.adapter
+    if source is None:
+        return Stored(names[index], parent, token_ids)
+    return Stored(names[index], parent, token_ids, source.adapter_id, source.name)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pagewire.engine_core.drafting.costs import StepCosts
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.step import PlannedStep
-from pagewire.ipc.wire.worker_messages import StepResult
+from pagewire.engine_core.schedule.step_costs import StepCosts
+from pagewire.ipc.wire.steps import StepResult
 
 LAUNCH_SECONDS = 0.004
 
@@ -47,7 +47,7 @@ class LaunchLength:
         """Take in what the steps of a launch took; those that compute prompts or drafts say nothing."""
         if self._most == 1 or not result.busy_us or any(row.num_tokens > 1 for row in step.rows):
             return
-        self._costs.observe(len(step.rows), result.busy_us / 1e6 / step.num_run(result))
+        self._costs.observe(len(step.rows), step.seconds(result))
 
     @staticmethod
     def _fit(sequences: Collection[Sequence], kv: KVCache, num_tokens: int) -> bool:

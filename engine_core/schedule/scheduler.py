@@ -32,21 +32,31 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from typing import Literal
 
-from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.schedule.attachments import GrammarError
+from pagewire.engine_core.schedule.cache_group import CacheGroup
+from pagewire.engine_core.schedule.cold import ColdPrefixes
 from pagewire.engine_core.schedule.deltas import add_facts, error_delta, error_of, pooled_delta
-from pagewire.engine_core.schedule.encoder_cache import EncoderCache
 from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
-from pagewire.engine_core.schedule.kv_cache import CacheGroup, KVCache
+from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.launches import LaunchLength
 from pagewire.engine_core.schedule.micro_batches import micro_batch
+from pagewire.engine_core.schedule.retained import RetainedPrefixes
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arrival, by_priority
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
-from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS, StateSlots
-from pagewire.engine_core.schedule.step import Outcome, PlannedStep, SchedulerStats, StepOutcomes, slot_init
+from pagewire.engine_core.schedule.spoiled import forget_blocks, spoiled_by
+from pagewire.engine_core.schedule.step import (
+    Outcome,
+    PlannedStep,
+    SchedulerStats,
+    StepOutcomes,
+    add_prompt,
+    slot_init,
+)
+from pagewire.engine_core.schedule.step_time import StepLimit
 from pagewire.engine_core.schedule.stopping import append
-from pagewire.ipc.wire.messages import TokenDelta
-from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
+from pagewire.ipc.wire.requests import TokenDelta
+from pagewire.ipc.wire.steps import Masks, Row, RowResult, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -56,9 +66,7 @@ class SchedulerConfig:
     depth: maximum number of steps in flight. stages: of the pipeline of workers (`micro_batches`).
     launch_steps: maximum number of steps that one plan is for (`launches`).
     watermark: fraction of the blocks that must stay free when a sequence is admitted, for running ones to grow.
-    num_states: state slots; 0: the model keeps no states. checkpoint_tokens: of a long prompt between two
-        checkpoints of its states; rounded up to whole blocks.
-    encoder_capacity: embeddings that are kept of media; 0: the model takes none.
+    step_seconds: that a step with prompts may take while a sequence waits for a token (`step_time`); 0: any.
     """
 
     num_blocks: int
@@ -70,10 +78,8 @@ class SchedulerConfig:
     depth: int = 2
     watermark: float = 0.01
     stages: int = 1
-    num_states: int = 0
-    checkpoint_tokens: int = CHECKPOINT_TOKENS
-    encoder_capacity: int = 0
     launch_steps: int = 1
+    step_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_blocks * self.block_size < self.max_model_len:
@@ -82,52 +88,45 @@ class SchedulerConfig:
                 f"max_model_len={self.max_model_len}; give more KV memory, or lower max_model_len to "
                 f"{self.num_blocks * self.block_size}"
             )
-        if self.num_states == 1:  # a sequence that goes on from a checkpoint writes another slot
-            raise ValueError("1 state slot does not hold one request, which needs 2; give more memory")
-
-    def groups(self) -> list[CacheGroup]:
-        """The cache groups beside the token blocks."""
-        groups: list[CacheGroup] = []
-        if self.num_states:
-            spacing = -(-self.checkpoint_tokens // self.block_size) * self.block_size
-            groups.append(StateSlots(self.num_states, self.block_size, spacing))
-        if self.encoder_capacity:
-            groups.append(EncoderCache(self.encoder_capacity, self.max_num_batched_tokens))
-        return groups
 
 
 class Scheduler:
     """Plans steps over the unfinished sequences, and commits their results.
 
-    speculation: says which rows carry drafts; None: none do.
+    speculation: says which rows carry drafts. cold, retained: prefixes in a cold tier, and promised ones.
+    groups: the caches beside the token blocks.
 
     Attributes:
         sequences: all that are unfinished. running, waiting, tenants, kv: those of `sequences`.
-        in_flight: the steps whose results have not come, oldest first.
+        in_flight: the steps whose results have not come, oldest first. limit: of the time of steps.
     """
 
-    def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        speculation: Speculation | None = None,
+        cold: ColdPrefixes | None = None,
+        groups: Iterable[CacheGroup] = (),
+        retained: RetainedPrefixes | None = None,
+    ) -> None:
         self.config = config
         self.speculation = speculation or NoSpeculation()
-        self.stats = SchedulerStats(speculation=self.speculation.stats)
-        self.kv = KVCache(config.num_blocks, config.block_size, config.groups())
+        self.stats = SchedulerStats()
+        self.kv = KVCache(config.num_blocks, config.block_size, groups)
         self._launches = LaunchLength(config.launch_steps)
+        self.limit = StepLimit(config.step_seconds, config.block_size)
         order = by_priority if config.policy == "priority" else by_arrival
-        self.sequences = SequenceTable(self.kv, config.max_num_seqs, order, self.speculation, self.stats)
+        self.sequences = SequenceTable(
+            self.kv, config.max_num_seqs, order, self.speculation, self.stats, cold, retained
+        )
         self.running, self.waiting = self.sequences.running, self.sequences.waiting
         self.tenants = self.sequences.tenants
         self.in_flight: deque[PlannedStep] = deque()
         self._next_step_id = 0
         self._watermark = int(config.watermark * config.num_blocks)
-        drafts = type(self.speculation) is not NoSpeculation
-        self._has_plain_rows = not (drafts or self.kv.groups or config.stages > 1)
+        self._has_plain_rows = not (self.speculation.drafts or self.kv.groups or config.stages > 1)
 
     # ------------------------------------------------------------ events
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of sequences without a slot: new or preempted."""
-        return len(self.waiting)
 
     @property
     def num_unfinished(self) -> int:
@@ -156,24 +155,20 @@ class Scheduler:
             return None
         step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
         step.late = not self.in_flight and self.config.depth > 1
-        self.kv.begin(self.running)
+        self.sequences.begin(now, self.limit.applies(self.running))
         newcomer, leaving = self.sequences.hand_over(now)
         # Until `leaving` is preempted none is admitted: it would take blocks that are about to change hands.
         if self._plan_running(step, leaving) and leaving is None:
             self._plan_waiting(step, newcomer, now)
         if not step.rows:
             return None
+        step.encode(self.kv, self.limit, self.running)
         if self.config.launch_steps > 1 and not self.waiting:
             self._launches.prolong(step, self.running, self.kv)
         self._next_step_id += 1
         self.stats.num_prompt_tokens += step.num_prompt_tokens
         self.in_flight.append(step)
-        freed = self.sequences.take_freed_slots()
-        plan = StepPlan(step.step_id, step.rows, step.inits, freed, step.masked, num_steps=step.num_steps)
-        if (encoder := self.kv.encoder) is not None:
-            plan.encodes, plan.freed_entries = encoder.take()
-        self.kv.settle()
-        return plan
+        return step.plan(self.sequences.take_freed_slots(), self.kv)
 
     def masks(self, now: float) -> tuple[Masks | None, list[Outcome]]:
         """Grammar masks for the oldest step in flight; None if no row of it has a grammar. Call once per step.
@@ -199,6 +194,7 @@ class Scheduler:
         step = self.in_flight[0]
         step.check(result)
         self.in_flight.popleft()
+        self.sequences.tick(now)
         outcomes, rows = step.append_plain(result, now)
         self.stats.num_output_tokens += len(outcomes.sequences)
         for sequence, row, row_result in rows:
@@ -206,20 +202,22 @@ class Scheduler:
             if sequence.state is not State.FINISHED:
                 if step.num_steps > 1:
                     self.kv.verify(sequence, row, step.num_steps - max(1, len(row_result.token_ids)))
-                if (delta := self._commit_row(sequence, row, row_result, now)) is not None:
+                if row_result.error is not None:
+                    ended, blocks = spoiled_by(sequence, row, row_result, self.kv.block_size, self.running)
+                    ends = (self._end_with_error(one, *error_of(one, row_result), now) for one in ended)
+                    outcomes.others.extend(ends)
+                    forget_blocks(self.kv, blocks)
+                elif (delta := self._commit_row(sequence, row, row_result, now)) is not None:
                     outcomes.others.append((sequence, delta))
         self.stats.num_steps += step.num_run(result)
+        self.limit.measure(step.chunks, step.num_decoded, step.seconds(result), result.encode_us / 1e6)
         self._launches.measure(step, result)
         self.speculation.measure(step, result, goes_on=bool(self.running))
         return outcomes
 
     def fail(self, now: float) -> list[Outcome]:
-        """Queue every running sequence again, because the worker and with it all KV is lost.
-
-        One that is `suspect` of the crash runs alone from then on; one that is `guilty` ends with an error.
-        Returns the deltas of such ends.
-        """
-        for sequence in {sequence for step in self.in_flight for sequence in step.sequences}:
+        """Queue running sequences again, for all KV is lost with the worker; returns the ends of `guilty` ones."""
+        for sequence in {sequence for step in self.in_flight for sequence in step.owners}:
             sequence.crash()
         self.in_flight.clear()
         outcomes = []
@@ -229,7 +227,7 @@ class Scheduler:
                 outcomes.append(self._end_with_error(sequence, text, None, now))
             else:
                 self.sequences.requeue(sequence)
-        self.kv.lose()
+        self.sequences.lose_prefixes()
         self.sequences.take_freed_slots()  # new workers have no slots to free
         return outcomes
 
@@ -245,7 +243,7 @@ class Scheduler:
         """Drop all cached prefixes. Returns False, and does nothing, while sequences are running."""
         if self.running:
             return False
-        self.kv.forget()
+        self.sequences.forget_prefixes()
         return True
 
     # ------------------------------------------------------------ planning
@@ -262,9 +260,7 @@ class Scheduler:
             if sequence.computed < sequence.plain_end and sequence is not leaving:
                 step.add_plain(sequence)
                 continue
-            count = sequence.num_to_compute
-            if count > step.budget:
-                count = step.budget
+            count = self.limit.room(step.chunks, sequence, step.budget, self.running)
             if count == 0 or sequence.state is not State.RUNNING or sequence is leaving:
                 continue
             if sequence.computed < sequence.num_prompt_tokens:
@@ -272,7 +268,8 @@ class Scheduler:
                 if count == 0:  # a medium is larger than what is left of the budget, and nothing may pass it
                     return False
                 count = self.kv.chunk(sequence, count)
-                if count == 0:  # a medium is encoded in a later step
+                if count == 0:  # a medium comes, which is not encoded yet
+                    step.awaits_encoder(sequence, self.kv)
                     continue
             end = sequence.computed + count
             if end > sequence.room and not self.sequences.make_room(sequence, self.kv.missing(sequence, end)):
@@ -289,35 +286,35 @@ class Scheduler:
 
     def _plan_waiting(self, step: PlannedStep, newcomer: Sequence | None, now: float) -> None:
         """Admit waiting sequences while there is room; `newcomer` may also use the watermark blocks."""
-        suspects = self.waiting.suspects
-        if suspects:
+        if suspects := self.waiting.suspects:
             if not self.running and not self.in_flight:  # alone means: without leftover rows either
                 self._admit(step, suspects[0], 0, now)
             return
         if len(self.running) == 1 and self.running[0].suspect:
             return
         if newcomer is not None:
-            if step.budget and self.sequences.num_free_slots and self._admit(step, newcomer, 0, now):
+            if step.is_open and self.sequences.num_free_slots and self._admit(step, newcomer, 0, now):
                 self.sequences.next_handover = now + HANDOVER_SECONDS
             return
-        while step.budget and self.sequences.num_free_slots:
-            sequence = self.waiting.first()
-            if sequence is None:
-                break
-            if not self._admit(step, sequence, self._watermark if self.running else 0, now):
+        while step.is_open and self.sequences.num_free_slots:
+            watermark = self._watermark if self.running else 0
+            sequence = self.sequences.next(watermark)
+            if sequence is None or not self._admit(step, sequence, watermark, now):
                 break
 
     def _admit(self, step: PlannedStep, sequence: Sequence, watermark: int, now: float) -> bool:
         """Give a waiting sequence blocks and a slot, and plan its first chunk; False if it does not fit."""
         if not self.kv.admit(sequence, watermark):
             return False
-        count = self.kv.chunk(sequence, sequence.chunk(min(sequence.num_to_compute, step.budget)))
-        if count == 0:  # it goes on with a medium that this step can neither run nor encode
-            self.kv.free(sequence)
+        room = sequence.chunk(self.limit.room(step.chunks, sequence, step.budget, self.running))
+        count = self.kv.chunk(sequence, room)
+        if count == 0 and not (room and step.rows and step.awaits_encoder(sequence, self.kv)):
+            self.kv.free(sequence)  # no time is left, or this step can neither run nor encode a medium
             return False
         self.sequences.start(sequence, now)
         step.inits.append(slot_init(sequence))
-        self._schedule(step, sequence, count, ())
+        if count:
+            self._schedule(step, sequence, count, ())
         return True
 
     def _fitting(self, drafts: list[int], sequence: Sequence, count: int, step: PlannedStep) -> list[int]:
@@ -342,9 +339,7 @@ class Scheduler:
         if num_samples:
             row.num_drafts = self.speculation.num_asked(sequence)
         if start < sequence.num_prompt_tokens:
-            row.media = sequence.request.prompt.embeddings(start, end)
-            if sequence.returns_prompt_logprobs and start >= sequence.num_prompt_logprobs:
-                row.num_prompt_logprobs = max(0, min(end, sequence.num_prompt_tokens - 1) - start)
+            add_prompt(row, sequence, end)
         sequence.launch(num_tokens, num_samples)
         self.kv.fill(sequence, row)
         step.add(sequence, row)
@@ -354,8 +349,6 @@ class Scheduler:
     # ------------------------------------------------------------ committing
 
     def _commit_row(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenDelta | None:
-        if result.error is not None:
-            return self._end_with_error(sequence, *error_of(sequence, result), now)[1]
         if result.prompt_logprobs is not None:
             sequence.num_prompt_logprobs = row.start + row.num_prompt_logprobs
         if result.pooled is not None:
@@ -381,11 +374,13 @@ class Scheduler:
             self.sequences.finish(sequence)
         elif len(sequence.token_ids) > sequence.angles_end:  # it began no step with the last of these tokens
             self.sequences.requeue(sequence)
+        elif first:
+            self.sequences.retain(sequence)
         delta = TokenDelta(sequence.key, sequence.index, result.token_ids[:num_tokens], reason, stop_token)
         if result.logprobs is not None:
             delta.logprobs = result.logprobs.first(num_tokens)
         delta.prompt_logprobs = result.prompt_logprobs
-        if first or reason is not None:
+        if first or reason is not None or sequence.num_versions_told < len(sequence.versions):
             add_facts(delta, sequence, now)
         if row.drafts:
             delta.num_drafts, delta.num_accepted = len(row.drafts), num_accepted

@@ -7,17 +7,14 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pagewire.engine_core.drafting.state import SequenceDrafts
-from pagewire.engine_core.grammar.matcher import Matcher
-from pagewire.engine_core.schedule.adapter import Adapter
+from pagewire.engine_core.schedule.attachments import ActiveAdapter, EncoderInput, GrammarPosition
 from pagewire.engine_core.schedule.blocks import Block
-from pagewire.engine_core.schedule.features import Features
-from pagewire.engine_core.schedule.held_states import HeldStates
 from pagewire.engine_core.schedule.tenants import TenantAccount
 from pagewire.ipc.wire.block_names import LONG, encoded_keys, name_blocks
-from pagewire.ipc.wire.messages import Request, RequestTiming
+from pagewire.ipc.wire.items import RetainedPrefix
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.requests import Request, RequestTiming
 
 # Worker crashes after which a sequence runs alone, to find the one that causes them: crashes without a token of it
 # in between, and all since it was last cleared. It ends with an error at one crash more, or at two.
@@ -32,6 +29,17 @@ class State(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsVersion:
+    """The weights that the model has; the default: those that the engine has started with.
+
+    name: outputs say it. key: a part of the names of blocks; no other weights ever have the same one.
+    """
+
+    name: str = ""
+    key: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,14 +72,17 @@ class Sequence:
     returns_prompt_logprobs: they are requested; only the first of n sequences returns them.
     whole: its prompt is computed in one step.
     shared_end: of the prefix whose blocks were found in the cache, even if other groups had less of it.
-    states: its state slots while it runs; None: the model keeps no states.
     recomputed_end: of tokens that it runs again since a row with drafts went wrong; not more than `computed`: there
         are none.
-    drafts: what is proposed to follow it; None before anything was.
+    drafts: what `Speculation` keeps of it, and no one else reads; None before that is anything.
     adapter: that it runs with; None: the model alone.
     angles_end: the most tokens that its rotary angles are for; with more it begins anew, as a long sequence.
     is_long: it has the rotary angles of long sequences.
+    was_read: a part of its prefix was read from a cold tier since it last waited, or could not be.
+    retained: what became of the wishes of its request that prefixes stay cached.
     features: of the pictures and sounds of its prompt, in order. cuts_media: a step may compute a part of one.
+    weights: that it runs with, or will. versions: which ones gave its tokens, see `TokenDelta.weights`.
+    num_versions_told: of these, those that a delta has said.
 
     Times are in seconds on the monotonic clock, 0 until they are known.
     """
@@ -91,8 +102,8 @@ class Sequence:
     whole: bool = False
     angles_end: int = sys.maxsize
     is_long: bool = False
-    matcher: Matcher | None = None
-    features: Sequence_[Features] = ()
+    matcher: GrammarPosition | None = None
+    features: Sequence_[EncoderInput] = ()
     cuts_media: bool = False
 
     state: State = State.WAITING
@@ -109,9 +120,10 @@ class Sequence:
     block_names: list[bytes] = field(default_factory=list)
     num_registered: int = 0
     shared_end: int = 0
-    states: HeldStates | None = None
     recomputed_end: int = 0
     num_cached_tokens: int | None = None
+    was_read: bool = False
+    retained: Sequence_[RetainedPrefix] = ()
     num_prompt_logprobs: int = 0
     num_sent: int = 0
     scheduled_time: float = 0.0
@@ -127,8 +139,11 @@ class Sequence:
     pools: bool = field(init=False)
     params: SamplingParams = field(init=False)
     returns_prompt_logprobs: bool = False
-    drafts: SequenceDrafts | None = None
-    adapter: Adapter | None = None
+    drafts: object | None = None
+    adapter: ActiveAdapter | None = None
+    weights: WeightsVersion = WeightsVersion()
+    versions: list[tuple[int, str]] = field(default_factory=list)
+    num_versions_told: int = 0
 
     def __post_init__(self) -> None:
         self.key, self.pools = self.request.key, isinstance(self.request.task, PoolingParams)
@@ -175,7 +190,8 @@ class Sequence:
 
     def begin_plain(self, block_size: int) -> None:
         """Set `plain_end`; called when a row was launched that samples its next token, and its cache is filled."""
-        if self.matcher is None and not self.num_relapses and self.first_token_time:
+        is_told = self.num_versions_told == len(self.versions)
+        if self.matcher is None and not self.num_relapses and self.first_token_time and is_told:
             named_end = (self.num_registered + 1) * block_size
             self.plain_end = min(self.room, named_end, self.longest - 1, self.angles_end)
 
@@ -259,6 +275,18 @@ class Sequence:
                 return medium.start
         return end
 
+    @property
+    def least_chunk(self) -> int:
+        """The fewest tokens that a step can run of it next: one, or all of a prompt or a medium that is not cut."""
+        start = self.computed
+        if self.whole and start < self.num_prompt_tokens:
+            return self.num_prompt_tokens - start
+        if not self.cuts_media:
+            for medium in self.request.prompt.media:
+                if not medium.embeddings and medium.start <= start < medium.end:
+                    return medium.end - start
+        return 1
+
     def prefix_end(self, end: int, block_size: int) -> int:
         """The last block boundary up to `end` at which a cached prefix may end: within no medium."""
         end -= end % block_size
@@ -285,6 +313,8 @@ class Sequence:
             keys.append(("namespace", self.namespace))
         if index == 0 and self.is_long:
             keys.append(LONG)
+        if index == 0 and self.weights.key:
+            keys.append(("weights", self.weights.key))
         return encoded_keys(keys)
 
     def timing(self, now: float) -> RequestTiming:
@@ -354,6 +384,7 @@ def sequences(
             cuts_media=cuts_media,
             angles_end=short_length or sys.maxsize,
             num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else 0,
+            versions=[(len(done[index]), "")] if done[index] else [],
         )
         for index in range(n)
     ]

@@ -2,15 +2,19 @@
 
 wait() -> WAITING -- start() --> RUNNING -- finish() --> FINISHED
              ^--- preempt(), requeue() ---+
+
+A waiting sequence is held out of the queue while a cold tier reads its prefix: next(), release().
 """
 
 from __future__ import annotations
 
 from bisect import insort
 
+from pagewire.engine_core.schedule.cold import ColdPrefixes, NoColdPrefixes
 from pagewire.engine_core.schedule.fairness import change_of_room, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
-from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.engine_core.schedule.retained import NoRetainedPrefixes, RetainedPrefixes
+from pagewire.engine_core.schedule.sequence import Sequence, State, WeightsVersion
 from pagewire.engine_core.schedule.speculation import Speculation
 from pagewire.engine_core.schedule.step import SchedulerStats
 from pagewire.engine_core.schedule.tenants import TenantAccount, Tenants
@@ -22,26 +26,43 @@ class SequenceTable:
 
     kv: the blocks of running sequences. num_slots: the most that may run. order: in which they run and wait.
     speculation: forgets drafts of sequences that stop running. stats: gets the counts.
+    cold: prefixes in a cold tier; None: there are none. retained: promised prefixes; None: there are none.
 
     Attributes:
         running: in order. waiting: without a slot, new or preempted. tenants: those that the sequences belong to.
-        next_handover: time from which room may change hands.
+        next_handover: time from which room may change hands. weights: that the workers have.
     """
 
     def __init__(
-        self, kv: KVCache, num_slots: int, order: Order, speculation: Speculation, stats: SchedulerStats
+        self,
+        kv: KVCache,
+        num_slots: int,
+        order: Order,
+        speculation: Speculation,
+        stats: SchedulerStats,
+        cold: ColdPrefixes | None = None,
+        retained: RetainedPrefixes | None = None,
     ) -> None:
         self.order = order
+        self._cold = NoColdPrefixes() if cold is None else cold
+        self._retained = NoRetainedPrefixes() if retained is None else retained
         self.running: list[Sequence] = []
         self.tenants = Tenants(TenantAccount)
         self.waiting = WaitingQueue(order, self.tenants)
         self._kv, self._speculation, self._stats = kv, speculation, stats
         self._free_slots = list(range(num_slots))[::-1]
         self._freed_slots: list[int] = []  # since the last plan
+        self._held: set[Sequence] = set()  # of those that wait
         self.next_handover = 0.0
+        self.weights = WeightsVersion()
 
     def __len__(self) -> int:
-        return len(self.running) + len(self.waiting)
+        return len(self.running) + self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences without a slot: new or preempted."""
+        return len(self.waiting) + len(self._held)
 
     @property
     def num_free_slots(self) -> int:
@@ -56,12 +77,33 @@ class SequenceTable:
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence that has neither slot nor blocks."""
         sequence.choose_angles()
+        use_weights(sequence, self.weights)
         self.waiting.add(sequence, alone=sequence.suspect)
+
+    def next(self, watermark: int) -> Sequence | None:
+        """The next waiting sequence; those before it whose prefix is now being read are held.
+
+        watermark: blocks that must stay free when it is admitted.
+        """
+        while (sequence := self.waiting.first()) is not None:
+            if not self._cold.delays(sequence, self._kv, watermark):
+                return sequence
+            self.waiting.remove(sequence)
+            self._held.add(sequence)
+        return None
+
+    def release(self, sequence: Sequence) -> None:
+        """Queue a sequence again that was held, unless it has ended."""
+        if sequence in self._held:
+            self._held.remove(sequence)
+            self.wait(sequence)
 
     def start(self, sequence: Sequence, now: float) -> None:
         """Give a waiting sequence, which has its blocks, a free slot."""
         self.waiting.remove(sequence)
         sequence.state, sequence.slot = State.RUNNING, self._free_slots.pop()
+        sequence.was_read = False
+        note_version(sequence)
         insort(self.running, sequence, key=self.order)
         self.tenants.selected(sequence.tenant)
         self._stats.num_resumed += sequence.computed > 0
@@ -107,6 +149,37 @@ class SequenceTable:
         self.preempt(leaving)
         return newcomer, None
 
+    def forget_prefixes(self) -> None:
+        """Drop all cached prefixes, those that are promised, and those that are being read."""
+        self._retained.forget(self._kv)
+        self._kv.forget()
+        self._cold.forget()
+
+    def lose_prefixes(self) -> None:
+        """Drop all that the caches hold, because the workers are lost; no sequence runs."""
+        self._retained.forget(self._kv)
+        self._kv.lose()
+
+    def change_weights(self, weights: WeightsVersion) -> None:
+        """Learn that the workers have other weights; no sequence runs. Nothing cached is found any more."""
+        self.weights = weights
+        self.forget_prefixes()
+        for sequence in self.waiting.withdraw(lambda _: True):
+            self.wait(sequence)
+
+    def begin(self, now: float, limited: bool) -> None:
+        """Begin a plan. limited: see `CacheGroup.begin`."""
+        self.tick(now)
+        self._kv.begin(self.running, limited)
+
+    def tick(self, now: float) -> None:
+        """End what was promised until now."""
+        self._retained.tick(now, self._kv)
+
+    def retain(self, sequence: Sequence) -> None:
+        """Promise what a running sequence's request asks for, as far as it is computed."""
+        self._retained.retain(sequence, self._kv)
+
     def preempt(self, sequence: Sequence) -> None:
         """Queue a running sequence again, because others need its room."""
         self._stats.num_preemptions += 1
@@ -123,7 +196,10 @@ class SequenceTable:
         """End a sequence. Its full blocks stay in the prefix cache."""
         if sequence.state is State.RUNNING:
             self._kv.keep(sequence)
+            self._retained.retain(sequence, self._kv)
             self._stop(sequence)
+        elif sequence in self._held:
+            self._held.remove(sequence)
         else:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
@@ -138,6 +214,20 @@ class SequenceTable:
         self._freed_slots.append(sequence.slot)
         self._speculation.forget(sequence)
         sequence.slot = -1
+
+
+def use_weights(sequence: Sequence, weights: WeightsVersion) -> None:
+    """Let a sequence, which has neither slot nor blocks, run with these weights from now on."""
+    if weights is not sequence.weights:
+        sequence.weights = weights
+        sequence.block_names.clear()
+
+
+def note_version(sequence: Sequence) -> None:
+    """Note which weights give the next tokens of a sequence, if others gave the last ones."""
+    name, start = sequence.weights.name, sequence.num_output_tokens
+    if name != (sequence.versions[-1][1] if sequence.versions else ""):
+        sequence.versions = [*(span for span in sequence.versions if span[0] < start), (start, name)]
 
 
 def by_arrival(sequence: Sequence) -> tuple[int, int]:

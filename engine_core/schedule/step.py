@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from pagewire.engine_core.drafting.stats import SpeculationStats
-from pagewire.engine_core.grammar.matcher import GrammarError
-from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.schedule.attachments import GrammarError
+from pagewire.engine_core.schedule.kv_cache import KVCache
+from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.engine_core.schedule.step_time import ChunkWork, StepLimit
 from pagewire.engine_core.schedule.stopping import append_plain, stop_ids
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.messages import TokenDelta
-from pagewire.ipc.wire.worker_messages import NO_TOKEN, Masks, Row, RowResult, SlotInit, StepResult
+from pagewire.ipc.wire.requests import TokenDelta
+from pagewire.ipc.wire.steps import NO_TOKEN, Masks, Row, RowResult, SlotInit, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -24,7 +25,8 @@ class PlannedStep:
     masked: some row samples under a grammar. late: it is planned with no other in flight, although that is allowed.
     num_drafts: tokens of its rows that are drafts. num_asked: drafts that its worker is asked for.
     num_steps: that its plan is for; it is the first of them.
-    special: indices of rows that do not sample just one token.
+    special: indices of rows that do not sample just one token. chunks: rows of prompts, and of what is recomputed.
+    encoding: the running sequence without a row for which a slice of a medium is encoded; None: there is none.
     """
 
     step_id: int
@@ -39,6 +41,25 @@ class PlannedStep:
     num_asked: int = 0
     num_steps: int = 1
     special: list[int] = field(default_factory=list)
+    chunks: ChunkWork = field(default_factory=ChunkWork)
+    encoding: Sequence | None = None
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens of its rows that are no chunks, with their drafts."""
+        return len(self.rows) - self.chunks.num_rows + self.num_drafts
+
+    @property
+    def owners(self) -> Iterator[Sequence]:
+        """The sequences for which it does something."""
+        yield from self.sequences
+        if self.encoding is not None:
+            yield self.encoding
+
+    @property
+    def is_open(self) -> bool:
+        """True if rows of more sequences may be added."""
+        return self.budget > 0 and not self.chunks.is_full
 
     def add_plain(self, sequence: Sequence) -> None:
         """Launch the next row of a sequence within its `plain_end`, and add it."""
@@ -60,10 +81,34 @@ class PlannedStep:
         if row.drafts or row.num_drafts:
             self.num_drafts += len(row.drafts)
             self.num_asked += row.num_drafts
+        num_known = row.num_tokens - len(row.drafts)
+        if num_known > 1 or row.start < sequence.num_prompt_tokens:
+            self.chunks.add(row.start, num_known)
         if row.start < sequence.num_prompt_tokens:
             self.num_prompt_tokens += min(row.num_tokens, sequence.num_prompt_tokens - row.start)
         if sequence.matcher is not None and row.num_samples:
             self.masked = True
+
+    def awaits_encoder(self, sequence: Sequence, kv: KVCache) -> bool:
+        """True if a sequence has no row because it comes to a medium of which this step encodes a slice.
+
+        It is the first such sequence. The slice gets the time that the rows leave: no prompt behind it runs.
+        """
+        if self.encoding is not None or not any(group.pending(sequence) for group in kv.groups):
+            return False
+        self.encoding, self.chunks.is_full = sequence, True
+        return True
+
+    def encode(self, kv: KVCache, limit: StepLimit, running: Collection[Sequence]) -> None:
+        """Encode a slice for the sequence that awaits it, once all rows are planned. running: all that run."""
+        sequence, self.encoding = self.encoding, None
+        if sequence is None or sequence.state is not State.RUNNING:  # another row may have taken its blocks
+            return
+        for group in kv.groups:
+            pending = group.pending(sequence)  # another row may have taken its room there
+            if pending is not None and (count := limit.layers(self.chunks, *pending, running)):
+                group.advance(sequence, count)
+                self.encoding = sequence
 
     def masks(self) -> tuple[Masks, list[tuple[Sequence, GrammarError]]]:
         """The grammar masks of its rows, and the sequences whose grammar allows no next token: these have none."""
@@ -85,12 +130,24 @@ class PlannedStep:
         width = len(bits[0]) // 4 if bits else 0
         return Masks(self.step_id, samples, Tensor("int32", (len(bits), width), b"".join(bits))), failures
 
+    def plan(self, freed_slots: list[int], kv: KVCache) -> StepPlan:
+        """What the workers get, at the end of a plan. freed_slots: of sequences that have ended."""
+        plan = StepPlan(
+            self.step_id, self.rows, self.inits, freed_slots, self.masked, num_steps=self.num_steps
+        )
+        kv.settle(plan)
+        return plan
+
     def num_run(self, result: StepResult) -> int:
         """The number of steps that its result is of: as many as the plan is for, or fewer."""
         if self.num_steps == 1:
             return 1
         rows = result.rows or result.others.values()
         return max([1, *(len(row.token_ids) for row in rows)])  # a row may end with no token
+
+    def seconds(self, result: StepResult) -> float:
+        """What it took in the worker, or each of its steps, if it is several; 0: it is not known."""
+        return result.busy_us / 1e6 / self.num_run(result)
 
     def check(self, result: StepResult) -> None:
         """Check that a worker's result fits the rows.
@@ -166,7 +223,6 @@ class SchedulerStats:
     num_resumed: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 def check_columns(result: StepResult) -> None:
@@ -230,3 +286,10 @@ def slot_init(sequence: Sequence) -> SlotInit:
         media=sequence.request.prompt.places(features.grid for features in sequence.features),
         adapter=0 if sequence.adapter is None else sequence.adapter.index,
     )
+
+
+def add_prompt(row: Row, sequence: Sequence, end: int) -> None:
+    """Add to a row of tokens up to `end` what its sequence's prompt has for it: embeddings, log probabilities."""
+    row.media = sequence.request.prompt.embeddings(row.start, end)
+    if sequence.returns_prompt_logprobs and row.start >= sequence.num_prompt_logprobs:
+        row.num_prompt_logprobs = max(0, min(end, sequence.num_prompt_tokens - 1) - row.start)

@@ -26,19 +26,19 @@ import zmq
 from pagewire.engine_core.workers.launchers.early import identity_of
 from pagewire.engine_core.workers.launchers.interface import Launcher, Process
 from pagewire.engine_core.workers.places import places
+from pagewire.engine_core.workers.tier_reports import GroupTierReports
 from pagewire.ipc.errors import ProtocolError, received_error
 from pagewire.ipc.host.descriptors import SpareDescriptors
 from pagewire.ipc.wire.codec import Buffer, Codec
 from pagewire.ipc.wire.lora import AdapterLoaded
 from pagewire.ipc.wire.messages import PROTOCOL
 from pagewire.ipc.wire.sockets import receive, send
+from pagewire.ipc.wire.steps import Masks, StepPlan, StepResult
+from pagewire.ipc.wire.tier_messages import TierReport
 from pagewire.ipc.wire.worker_messages import (
     FromWorker,
-    Masks,
     Progress,
     Ready,
-    StepPlan,
-    StepResult,
     WorkerConfig,
     WorkerFailed,
     WorkerHello,
@@ -58,6 +58,7 @@ MUST_AGREE = (
     "pooling",
     "embedding_size",
     "short_length",
+    "encoder_layers",
 )
 
 Outcome: TypeAlias = list[Any] | Exception  # of a call: the result of each rank, or an error
@@ -78,7 +79,7 @@ class GroupReply:
         return [reply.result for reply in self.replies]
 
 
-FromGroup: TypeAlias = Ready | StepResult | GroupReply | WorkerFailed | AdapterLoaded
+FromGroup: TypeAlias = Ready | StepResult | GroupReply | WorkerFailed | AdapterLoaded | TierReport
 
 
 @dataclass(slots=True)
@@ -97,7 +98,8 @@ class Rank:
 class WorkerGroup:
     """The worker processes of a core, which may be started again and again.
 
-    config: what all ranks load; `config.parallel` has what is the same for all, such as their number.
+    config: what all ranks load, from their next start on; `config.parallel` has what is the same for all, such as
+        their number.
     launcher: starts their processes.
 
     Attributes:
@@ -118,13 +120,14 @@ class WorkerGroup:
         self.failure: WorkerFailed | None = None
         self.num_starts = 0
         self.last_sign = self.last_message = self.longest_step = 0.0
-        self._launcher, self._config = launcher, config
+        self._launcher, self.config = launcher, config
         self._killed = False
         self._sampling = self.size - config.parallel.num_shards  # the first rank of the last stage
         self._spare = SpareDescriptors(SPARE_DESCRIPTORS * self.size)
         self._codec: Codec[FromWorker] = Codec(FromWorker)
         self._ranks: dict[bytes, Rank] = {}  # by identity, in the order of the ranks
         self._partial: dict[tuple[type, int], dict[int, Any]] = {}  # answers of some ranks, by rank
+        self._tiers = GroupTierReports(self.size)
         self._exits = select.epoll()
         self.exit_fd = self._exits.fileno()
 
@@ -165,6 +168,15 @@ class WorkerGroup:
         self._exits.register(process.exit_fd, select.EPOLLIN)
         pid = f" (pid {process.pid})" if process.pid else ""
         logger.info("worker %d%s started%s", self.num_starts, self._label(rank), pid)
+
+    def start_ahead(self) -> None:
+        """Have processes ready for the next start, where the launcher can."""
+        for rank in range(self.size):
+            self._launcher.start_ahead(rank, self.address)
+
+    def end_ahead(self) -> None:
+        """End the processes that wait for the next start."""
+        self._launcher.end_ahead()
 
     @property
     def accepting(self) -> bool:
@@ -236,7 +248,7 @@ class WorkerGroup:
         first = self._sampling if isinstance(message, Masks) else 0
         for rank in self._ranks.values():
             if rank.process.rank >= first:
-                in_first_stage = rank.process.rank < self._config.parallel.num_shards
+                in_first_stage = rank.process.rank < self.config.parallel.num_shards
                 self._send_to(rank, frames if in_first_stage else later)
 
     def messages(self) -> Iterator[FromGroup]:
@@ -263,15 +275,17 @@ class WorkerGroup:
     def _take(self, rank: Rank, message: FromWorker) -> FromGroup | None:
         """Handle the message of one rank; returns that of the group once all ranks have sent theirs, else None."""
         if isinstance(message, StepResult):
-            self.longest_step = max(self.longest_step, message.busy_us / 1e6)
+            self.longest_step = max(self.longest_step, message.worker_us / 1e6)
             results = self._gather(rank, message.step_id, message)
-            return None if results is None else results[self._sampling]
+            return None if results is None else merged_result(results, self._sampling)
         if isinstance(message, WorkerReply):
             replies = self._gather(rank, message.call_id, message)
             return None if replies is None else GroupReply(message.call_id, replies)
         if isinstance(message, AdapterLoaded):
             loaded = self._gather(rank, message.index, message)
             return None if loaded is None else merged_adapter(loaded)
+        if isinstance(message, TierReport):
+            return self._take_tier_report(rank, message)
         if isinstance(message, WorkerHello):
             self._handshake(rank, message)
         elif isinstance(message, Progress):
@@ -301,12 +315,24 @@ class WorkerGroup:
         all_ready = [other.ready for other in self._ranks.values() if other.ready is not None]
         if len(all_ready) < self.size:
             return None
+        self._tiers = GroupTierReports(self.size)
+        reports = [
+            self._tiers.merged(number, each) for number, own in enumerate(all_ready) for each in own.tier
+        ]
         try:
-            self.ready = merged(all_ready)
+            self.ready = msgspec.structs.replace(merged(all_ready), tier=list(filter(None, reports)))
         except ValueError as error:
             self._refuse(str(error))
         self._spare.refill()
         return self.ready
+
+    def _take_tier_report(self, rank: Rank, report: TierReport) -> TierReport | None:
+        """The report of the group; those that come before all ranks are ready are a part of its `Ready`."""
+        if self.ready is not None:
+            return self._tiers.merged(rank.process.rank, report)
+        if rank.ready is not None:
+            rank.ready.tier.append(report)
+        return None
 
     def _handshake(self, rank: Rank, hello: WorkerHello) -> None:
         if hello.protocol != PROTOCOL:
@@ -317,9 +343,9 @@ class WorkerGroup:
         if len(hellos) == self.size:
             rendezvous = f"pagewire-{secrets.token_hex(16)}"
             for other, place in zip(
-                self._ranks.values(), places(hellos, rendezvous, self._config.parallel), strict=True
+                self._ranks.values(), places(hellos, rendezvous, self.config.parallel), strict=True
             ):
-                config = msgspec.structs.replace(self._config, parallel=place)
+                config = msgspec.structs.replace(self.config, parallel=place)
                 self._send_to(other, self._codec.encode(config))
 
     def _refuse(self, why: str) -> None:
@@ -374,6 +400,12 @@ def merged(readies: Sequence[Ready]) -> Ready:
         startup_seconds=combined(max, [ready.startup_seconds for ready in readies]),
         memory=combined(sum, [ready.memory for ready in readies]),
     )
+
+
+def merged_result(results: Sequence[StepResult], sampling: int) -> StepResult:
+    """The result of a group: that of the rank that samples, with the time of the one that encodes media."""
+    results[sampling].encode_us = max(result.encode_us for result in results)
+    return results[sampling]
 
 
 def merged_adapter(loaded: Sequence[AdapterLoaded]) -> AdapterLoaded:

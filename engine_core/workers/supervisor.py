@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from pagewire.engine_core.workers.group import WorkerGroup
@@ -12,6 +13,8 @@ from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineDeadError, error_text
 
 logger = logging.getLogger("pagewire.core")
+
+SPARE_SECONDS = 600.0  # after a restart, in which another process is kept ready: losses come in clusters
 
 
 class CoreError(EngineDeadError):
@@ -31,6 +34,7 @@ class WorkerSupervisor:
         self.stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self.start_limit = env_float("PAGEWIRE_WORKER_START_TIMEOUT_S", 300.0)
         self._worker, self._awaited, self._restarts = worker, awaited, Restarts()
+        self._spare_until = math.inf
 
     @property
     def next_start(self) -> float | None:
@@ -69,11 +73,20 @@ class WorkerSupervisor:
         logger.error("%s; starting another%s", text, when)
 
     def ready(self, now: float) -> None:
-        """Record that the workers are ready."""
+        """Record that the workers are ready. Once some were lost, others are kept ready for a while.
+
+        They take 100 to 200 MB of a process that has imported PyTorch, which an engine without losses does not pay.
+        """
         self._restarts.ready(now)
+        if self._worker.num_starts > 1:
+            self._worker.start_ahead()
+            self._spare_until = now + SPARE_SECONDS
 
     def check(self, now: float) -> None:
-        """Kill workers that hang in a step or in their start."""
+        """Kill workers that hang in a step or in their start, and end those that nothing was lost for."""
+        if now >= self._spare_until:
+            self._worker.end_ahead()
+            self._spare_until = math.inf
         if self.stopwatch.expired:
             logger.error(
                 "no result of a step from the worker for over %.0f s; killing it", self.stopwatch.limit

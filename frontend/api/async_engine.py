@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from os import PathLike
+from typing import Any, Literal
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.api.configs import (
     DecodingConfig,
@@ -20,12 +22,13 @@ from pagewire.frontend.api.configs import (
 from pagewire.frontend.core.metrics import Metric, read_metrics
 from pagewire.frontend.core.session import AttachMethod, Session
 from pagewire.frontend.core.stat_loggers import status_line
+from pagewire.frontend.requests.defaults import default_sampling_params, local_sampling_params
 from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.text.engine_tokenizer import for_programs
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.wire.calls import CALLS, HealthReport, RemoteCall
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.messages import EngineInfo
+from pagewire.ipc.wire.params import SamplingParams
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -56,9 +59,19 @@ class AsyncEngine(AsyncEngineCalls):
         adding = await asyncio.to_thread(self.session.add_lora, lora_request)
         return bool(await asyncio.wrap_future(adding))
 
+    async def update_weights(
+        self,
+        weights: str | PathLike[str] | Mapping[str, Any],
+        version: str = "",
+        requests: Literal["finish", "recompute", "abort"] = "finish",
+    ) -> str:
+        """Let the model have other weights from now on; see `LLM.update_weights`."""
+        updating = asyncio.to_thread(wiring.update_weights, self.session.call, weights, version, requests)
+        return str(await asyncio.wrap_future(await updating))
+
     async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """The tokenizer of the frontend, or of an adapter; see `LLM.get_tokenizer`."""
-        return for_programs(await asyncio.to_thread(self.session.tokenizer_for, lora_request))
+        return wiring.for_programs(await asyncio.to_thread(self.session.tokenizer_for, lora_request))
 
     async def get_model_config(self) -> ModelConfig:
         """The model, with vLLM's names; `info` has more."""
@@ -84,6 +97,16 @@ class AsyncEngine(AsyncEngineCalls):
     def info(self) -> EngineInfo:
         """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling parameters that the model recommends."""
+        return default_sampling_params(self.info)
+
+    @property
+    def local_params(self) -> SamplingParams:
+        """Those where people talk to a model; see `local_sampling_params`."""
+        return local_sampling_params(self.info)
 
     async def check_health(self) -> None:
         """Return if the engine is proven to live: every worker took a step or answered a ping within seconds.

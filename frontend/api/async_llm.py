@@ -22,8 +22,9 @@ from collections.abc import (
 )
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.async_engine import AsyncEngine
 from pagewire.frontend.api.beam_requests import BeamRequest, search
 from pagewire.frontend.api.loop_mailbox import LoopMailbox, OutputListener
@@ -32,16 +33,17 @@ from pagewire.frontend.core.session import Session, ignore_usage_context
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.answer_budget import LogprobBudget
-from pagewire.frontend.requests.inputs import CheckedParams, Prepared, is_embeds_prompt
+from pagewire.frontend.requests.inputs import CheckedParams, Prepared, is_embeds_prompt, params_for
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState
-from pagewire.frontend.requests.pooling.inputs import complete
 from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.text.prompts import PromptType
-from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
+
+if TYPE_CHECKING:
+    from pagewire.ipc.options.engine_args import EngineArgs
 
 T = TypeVar("T")
 # Requests by key: the index of the prompt, the state.
@@ -153,7 +155,7 @@ class AsyncLLM(AsyncEngine):
     async def generate_all(
         self,
         prompts: Sequence[PromptType],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | Sequence[SamplingParams],
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -165,16 +167,17 @@ class AsyncLLM(AsyncEngine):
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Stream the outputs of several prompts, which are submitted together or not at all.
 
+        sampling_params: for all, or one for each.
         Each item has all new outputs, as (index of the prompt, output). Prompt i of several has the
         request id `request_id`-i. `logprob_budget`: of all these outputs; over it comes a ValueError. `admit` sees
         the requests before they are submitted, and may raise. Otherwise as `generate`; the first error ends all.
         """
         names = request_ids(request_id, len(prompts))
-        params = await self._check(sampling_params)
+        params = await checked_params(self.session, sampling_params, len(prompts))
         prepared = []
-        for prompt, name in zip(prompts, names, strict=True):
+        for prompt, name, own in zip(prompts, names, params, strict=True):
             prepared.append(
-                await self._prepare(prompt, params, name, priority, lora_request, prompt_adapter_request)
+                await self._prepare(prompt, own, name, priority, lora_request, prompt_adapter_request)
             )
             if logprob_budget is not None:
                 logprob_budget.expect(prepared[-1].request)
@@ -226,12 +229,6 @@ class AsyncLLM(AsyncEngine):
                     del places[key]
         return outputs
 
-    async def _check(self, params: SamplingParams) -> CheckedParams:
-        # Bad words are tokenized, and of stop strings a table is made.
-        if params is not None and (params.bad_words or sum(map(len, params.stop_strings)) >= OFF_LOOP_CHARS):
-            return await asyncio.to_thread(self.session.check, params)
-        return self.session.check(params)
-
     async def _prepare(
         self,
         prompt: PromptType,
@@ -281,7 +278,7 @@ class AsyncLLM(AsyncEngine):
         truncate_prompt_tokens: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """Pool a prompt; gives one output. Leaving the loop before aborts the request. Otherwise as `generate`."""
-        params = complete(pooling_params, self.info, None, truncate_prompt_tokens)
+        params = wiring.complete(pooling_params, self.info, None, truncate_prompt_tokens)
         outputs = await self.pool_all(
             [prompt],
             params,
@@ -352,6 +349,18 @@ class AsyncLLM(AsyncEngine):
 
 
 AsyncLLMEngine = AsyncLLM
+
+
+async def checked_params(
+    session: Session, given: SamplingParams | Sequence[SamplingParams], num_prompts: int
+) -> list[CheckedParams]:
+    """Checked parameters for each prompt, given one for all or a list. Raises as `Session.check`, `params_for`."""
+    if isinstance(given, Sequence):
+        return [(await checked_params(session, each, 1))[0] for each in params_for(given, num_prompts)]
+    # Bad words are tokenized, and of stop strings a table is made.
+    if given is not None and (given.bad_words or sum(map(len, given.stop_strings)) >= OFF_LOOP_CHARS):
+        return [await asyncio.to_thread(session.check, given)] * num_prompts
+    return [session.check(given)] * num_prompts
 
 
 def request_ids(request_id: str | None, num_prompts: int) -> list[str]:

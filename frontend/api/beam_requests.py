@@ -2,8 +2,9 @@
 
     BeamRequest: prompts, params --> outputs of one token each --> advance --> ... --> RequestOutput
 
-`LLM` runs the steps of all searches of a batch together (`complete_beams`), `AsyncLLM` those of one (`search`), and
-`LLMEngine` those that its `step` finds ready (`EngineSearches`).
+`LLM` runs the steps of all searches of a batch together (`complete_beams`), `AsyncLLM` those of one (`search`),
+`LLMEngine` those that its `step` finds ready (`EngineSearches`), and a server those of an HTTP request
+(`beam_batch.py`).
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ class AsyncEngineCalls(AsyncCaller):
     resume_generation = awaited(EngineCalls.resume_generation)
     is_paused = awaited(EngineCalls.is_paused)
     reset_prefix_cache = awaited(EngineCalls.reset_prefix_cache)
+    release_prefixes = awaited(EngineCalls.release_prefixes)
     reset_mm_cache = awaited(EngineCalls.reset_mm_cache)
     sleep = awaited(EngineCalls.sleep)
     wake_up = awaited(EngineCalls.wake_up)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.batch import complete_or_search, search_beams
 from pagewire.frontend.api.configs import ModelConfig
 from pagewire.frontend.api.llm_engine import LLMEngine
@@ -21,6 +22,9 @@ from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.text.prompts import PromptType, TextPrompt, TokensPrompt
 from pagewire.ipc.compatibility import NAMES
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from pagewire.frontend.requests.decisions import Decision
 
 
 class LLM(OfflinePooling):
@@ -74,10 +78,9 @@ class LLM(OfflinePooling):
         **kwargs: Any,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
-        options |= {"seed": seed or 0, "hf_overrides": hf_overrides or {}, **kwargs}
-        from pagewire.ipc.options.engine_args import EngineArgs  # attaching needs none
-
-        args = EngineArgs.from_kwargs(options)
+        # Outputs come whole, so gaps between tokens do not matter, and steps need no limit of time.
+        options |= {"seed": seed or 0, "hf_overrides": hf_overrides or {}, "max_step_ms": 0, **kwargs}
+        args = wiring.EngineArgs.from_kwargs(options)
         self._use(LLMEngine.from_engine_args(args, restarts=restarts))
 
     @classmethod
@@ -195,14 +198,9 @@ class LLM(OfflinePooling):
         Raises:
             ValueError: no chat template, a template that refuses the messages, or no tokenizer.
         """
-        from pagewire.frontend.text.chat_template import (  # jinja2 is slow to import
-            chat_prompts,
-            conversations_of,
-        )
-
-        conversations = conversations_of(messages)
+        conversations = wiring.conversations_of(messages)
         tokenizers = [self.session.tokenizer_for(r) for r in for_each(lora_request, len(conversations))]
-        return chat_prompts(
+        prompts: list[TokensPrompt] = wiring.chat_prompts(
             tokenizers,
             conversations,
             chat_template=chat_template,
@@ -210,10 +208,47 @@ class LLM(OfflinePooling):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            prompts_tools=True,
             chat_template_kwargs=chat_template_kwargs,
             media=self.session.info.media,
             mm_processor_kwargs=mm_processor_kwargs,
         )
+        return prompts
+
+    def decide(
+        self,
+        state: Any,
+        questions: Mapping[str, Any],
+        instructions: str | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> dict[str, Decision]:
+        """Answer typed questions about a state with the probability of each answer, and no text.
+
+        state: a text, or what JSON can express.
+        questions: by ids of the caller's: `ChoiceQuestion`, `YesOrNoQuestion` or `RatingQuestion` of
+            `frontend.requests.decisions`, or the objects that `/v1/systemone` takes.
+        instructions: about all questions. chat_template, chat_template_kwargs: as for `chat`; `enable_thinking` is
+            false for templates that read it, unless the latter say otherwise.
+
+        Raises:
+            ValueError, TypeError: a malformed question, no chat template, or labels that are not one token each.
+        """
+        asked = wiring.questions_of(questions)
+        if (tokenizer := self.session.tokenizer_for(lora_request)) is None:
+            raise ValueError("decisions need a tokenizer: the engine runs with skip_tokenizer_init")
+        rows = [wiring.AskedQuestion(each, tokenizer) for each in asked.values()]
+        messages = [[{"role": "user", "content": row.message(state, instructions)}] for row in rows]
+        variables = wiring.template_variables(tokenizer, chat_template, chat_template_kwargs)
+        prompts = self.preprocess_chat(
+            messages, chat_template, chat_template_kwargs=variables, lora_request=lora_request
+        )
+        prepared = [row.prepare(prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        reads, params = wiring.reads_of(prepared)
+        outputs = self.generate(reads, params, use_tqdm=False, lora_request=lora_request)
+        return dict(zip(asked, wiring.decisions_of(prepared, outputs), strict=True))
 
     def beam_search(
         self,

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.beam_requests import BeamRequest, EngineSearches
 from pagewire.frontend.api.local_engine import LocalEngine
 from pagewire.frontend.core.mailbox import Inbox
@@ -16,7 +17,6 @@ from pagewire.frontend.core.session import Session, ignore_usage_context
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState
-from pagewire.frontend.requests.pooling.inputs import complete
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, refuse_adapter
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.ipc.bounds import check_number, meta_of, within
@@ -111,7 +111,7 @@ class LLMEngine(LocalEngine):
         age = age_of(arrival_time)
         if isinstance(params, PoolingParams):
             refuse_adapter(prompt_adapter_request)
-            checked = complete(params, self.info, None, None)
+            checked = wiring.complete(params, self.info, None, None)
             prepared = self.session.prepare_pooling(prompt, checked, request_id, priority, age, lora_request)
         elif params.use_beam_search:
             request = BeamRequest(self.session, prompt, params, request_id, lora_request)

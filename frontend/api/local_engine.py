@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from os import PathLike
+from typing import Any, Literal
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.calls import timed_out
 from pagewire.frontend.api.configs import (
     DecodingConfig,
@@ -19,7 +21,6 @@ from pagewire.frontend.api.configs import (
 from pagewire.frontend.core.metrics import Metric
 from pagewire.frontend.core.session import AttachMethod, Session
 from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.text.engine_tokenizer import for_programs
 from pagewire.ipc.wire.calls import EngineCalls, RemoteCall
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.messages import EngineInfo
@@ -60,6 +61,30 @@ class LocalEngine(EngineCalls):
         """
         return bool(self.session.add_lora(lora_request).result())
 
+    def update_weights(
+        self,
+        weights: str | PathLike[str] | Mapping[str, Any],
+        version: str = "",
+        requests: Literal["finish", "recompute", "abort"] = "finish",
+    ) -> str:
+        """Let the model have other weights from now on, all or none of those that are given; returns their version.
+
+        weights: a safetensors file, or a folder of some, below the engine's option `weights_dir`; or tensors of
+            PyTorch or NumPy by name. Names and shapes are those of the checkpoint's files; what is not given stays.
+        version: a name that outputs say (`CompletionOutput.weights_versions`); by default the update's number.
+        requests: those that run, of all frontends, finish first with the old weights, while new ones wait; or
+            go on with the new ones, their tokens computed anew ("recompute"); or end with `WeightsChangedError`
+            ("abort").
+
+        Raises:
+            ValueError: the model has no such tensor, or one of another shape; or its weights cannot be replaced.
+                Nothing is changed. TypeError: what is no tensor of float32, float16 or bfloat16.
+            PermissionError: the path does not lie below `weights_dir`, or this frontend may not control the engine.
+            EngineBusyError: another update is going on, or the engine sleeps.
+            RuntimeError: workers were lost or failed; those that replace them have the old weights.
+        """
+        return str(wiring.update_weights(self.session.call, weights, version, requests).result())
+
     def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """The tokenizer of the frontend, or of an adapter that has one of its own.
 
@@ -69,7 +94,7 @@ class LocalEngine(EngineCalls):
         Raises:
             ValueError, TypeError: no such adapter.
         """
-        return for_programs(self.session.tokenizer_for(lora_request))
+        return wiring.for_programs(self.session.tokenizer_for(lora_request))
 
     def get_model_config(self) -> ModelConfig:
         """The model, with vLLM's names; `info` has more."""

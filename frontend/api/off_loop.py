@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.slow_work import SlowWork
-from pagewire.frontend.requests.pooling.inputs import TextPair
+from pagewire.frontend.text.prompts import TextPair
 from pagewire.frontend.text.tokenizer import LARGE_TEXT
 
 T = TypeVar("T")
@@ -35,6 +36,11 @@ media_work = SlowWork(
     num_reserved=1,
 )
 """Does what blocks while the media of a prompt are fetched and decoded."""
+
+
+def template_work(max_waiting: int) -> SlowWork:
+    """Return threads that render the chat templates of requests, as many as there are processes for it."""
+    return SlowWork("chat templates", wiring.NUM_PARALLEL, max_waiting, num_reserved=wiring.NUM_RESERVED)
 
 
 def num_chars(prompt: Any) -> int:

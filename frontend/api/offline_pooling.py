@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.batch import pool
 from pagewire.frontend.api.local_engine import LocalEngine
 from pagewire.frontend.api.progress import progress_bar
 from pagewire.frontend.requests.inputs import prompts_of
 from pagewire.frontend.requests.lora import LoRARequest, for_each
 from pagewire.frontend.requests.outputs import batch_error
-from pagewire.frontend.requests.pooling.inputs import params_of
 from pagewire.frontend.requests.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -21,7 +21,6 @@ from pagewire.frontend.requests.pooling.outputs import (
     classification_output,
     embedding_output,
 )
-from pagewire.frontend.requests.pooling.scoring import ScorePlan
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.ipc.compatibility import NAMES, settle
 from pagewire.ipc.wire.pooling import PoolingParams, PoolingTask
@@ -131,12 +130,12 @@ class OfflinePooling(LocalEngine):
         By a cross-encoder; or else the cosine of two embeddings; or, with embeddings of tokens only (ColBERT), the
         sum of the largest products (MaxSim). Other arguments and errors as for `encode`.
         """
-        plan = ScorePlan(self.info, data_1, data_2)
-        return plan.scores(
-            self._pool(
-                plan.prompts, pooling_params, truncate_prompt_tokens, use_tqdm, plan.task, lora_request
-            )
+        plan = wiring.ScorePlan(self.info, data_1, data_2)
+        pooled = self._pool(
+            plan.prompts, pooling_params, truncate_prompt_tokens, use_tqdm, plan.task, lora_request
         )
+        scores: list[ScoringRequestOutput] = plan.scores(pooled)
+        return scores
 
     def _pool(
         self,
@@ -147,7 +146,7 @@ class OfflinePooling(LocalEngine):
         task: str | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[PoolingRequestOutput[Any]]:
-        each = params_of(params, len(prompts), self.info, task, truncate_prompt_tokens)
+        each = wiring.params_of(params, len(prompts), self.info, task, truncate_prompt_tokens)
         adapters = for_each(lora_request, len(prompts))
         with progress_bar(len(prompts), use_tqdm) as tick:
             outputs, failed = pool(self.session, prompts, each, adapters, self._next_id, tick)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
-from pagewire.ipc.wire.tenants import current_tenant
+from pagewire.ipc.tenants import current_tenant
 
 T = TypeVar("T")
 

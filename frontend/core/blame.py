@@ -74,21 +74,14 @@ class Blame:
 
 
 class SuspectTrial:
-    """One suspect that runs alone on a core, until it has brought enough tokens or any thread ends the wait.
-
-    Attributes:
-        unsettled: the suspect, until its core has answered a call after the trial: if the core dies before, the
-            suspect may be to blame.
-    """
+    """One suspect that runs alone on a core, until it has brought enough tokens or any thread ends the wait."""
 
     def __init__(self) -> None:
-        self.unsettled: RequestState | None = None
         self._running: tuple[RequestState, int] | None = None  # the suspect, its goal
         self._over = threading.Event()
 
     def begin(self, state: RequestState, goal: int) -> None:
         """Start a trial. goal: the number of output tokens that clears the suspect."""
-        self.unsettled = state
         self._running = state, goal
         self._over.clear()
 

@@ -282,7 +282,7 @@ class CoreClient:
 
     def _refused(self, refused: Refused) -> None:
         """End the requests and the call that the core names as refused; all others go on."""
-        error = received_error(refused.error, refused.error_type)
+        error = received_error(refused.error, refused.error_type, refused.error_place)
         logger.error("the engine core refused a message: %s", error)
         if refused.call_id is not None:
             self._calls.fail(refused.call_id, error)

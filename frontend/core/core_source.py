@@ -18,7 +18,7 @@ from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.wire.sockets import CurveKeys
 
 if TYPE_CHECKING:
-    from pagewire.frontend.core.spawn import SpawnedCore
+    from pagewire.ipc.host.lifeline import Child
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -28,11 +28,25 @@ MAX_PAUSE_SECONDS = 30.0  # between two starts of a core
 HEALTHY_SECONDS = 60.0  # a core that lived longer did not die of its start: pauses begin anew
 
 
+class CoreProcess(Protocol):
+    """A core that was spawned here. child: its process. address: where it listens."""
+
+    child: Child
+    address: str
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    def shutdown(self) -> None:
+        """Stop it. May be called twice."""
+
+
 class Attached(NamedTuple):
     """A client that is attached to a core. spawned: the core's process if it was spawned here."""
 
     client: CoreClient
-    spawned: SpawnedCore | None
+    spawned: CoreProcess | None
 
 
 class Dial(Protocol):
@@ -58,7 +72,7 @@ class CoreSource(Protocol):
             EngineDeadError: there is no other one; the text is the cause.
         """
 
-    def again(self, dial: Dial, spawned: SpawnedCore | None) -> Attached:
+    def again(self, dial: Dial, spawned: CoreProcess | None) -> Attached:
         """A new connection to the same core, which has detached this frontend.
 
         Raises:
@@ -131,7 +145,7 @@ class RunningCores:
                 cause = EngineDeadError(f"{error}; another core did not start: {failure}")
         raise cause
 
-    def again(self, dial: Dial, spawned: SpawnedCore | None) -> Attached:
+    def again(self, dial: Dial, spawned: CoreProcess | None) -> Attached:
         """Attach to the core at the address, which runs."""
         return self._attach(dial, AGAIN_SECONDS, AGAIN_SECONDS)
 

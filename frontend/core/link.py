@@ -182,7 +182,7 @@ def handshake(message: ToFrontend) -> Welcome | None:
     if isinstance(message, Welcome):
         return message
     if isinstance(message, Refused):
-        raise start_error(received_error(message.error, message.error_type))
+        raise start_error(received_error(message.error, message.error_type, message.error_place))
     if isinstance(message, CoreDying):
         raise start_error(EngineDeadError(message.cause))
     return None

@@ -60,7 +60,7 @@ class OpenCalls:
     def settle(self, answer: CallAnswer) -> None:
         """Take the core's answer."""
         if answer.error is not None:
-            self.fail(answer.call_id, received_error(answer.error, answer.error_type))
+            self.fail(answer.call_id, received_error(answer.error, answer.error_type, answer.error_place))
         elif (call := self._calls.pop(answer.call_id, None)) is not None:
             with suppress(InvalidStateError):  # the caller has cancelled it
                 call.future.set_result(answer.result)

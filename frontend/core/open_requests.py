@@ -3,8 +3,8 @@
     submit --> [client] --> core
     take <-- Outputs <---- [client] <-- core        (deltas are applied on the client's thread)
 
-When the core is lost and another takes its place (`connection.py`), open requests go on there with the tokens that
-they have. After a crash the suspects are tried one by one first (`blame.py`), while the others are held.
+When the core is lost and another takes its place (`supervisor.py`), open requests go on there with the tokens that
+they have (`custody.py`). After a crash the suspects are tried one by one first (`blame.py`), while others are held.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
-from pagewire.frontend.core.blame import TRIALS, Blame, SuspectTrial
-from pagewire.frontend.core.connection import Cores, EngineClient, Owner
+from pagewire.frontend.core.blame import TRIALS, SuspectTrial
+from pagewire.frontend.core.custody import Custody
 from pagewire.frontend.core.mailbox import Mailbox
-from pagewire.frontend.core.tracing import Tracer
+from pagewire.frontend.core.supervisor import Cores, EngineClient, Owner
 from pagewire.frontend.requests.answer_budget import num_logprobs
 from pagewire.frontend.requests.outputs import Outputs, RequestOutput, RequestState
 from pagewire.ipc.errors import (
@@ -47,6 +47,19 @@ HOLD_SECONDS, YIELD_SECONDS = 0.004, 0.0002
 Failed: TypeAlias = list[tuple[RequestState, Exception]]
 
 
+class Spans(Protocol):
+    """Sends a span of each request to a collector; `tracing.py` has one."""
+
+    def begin(self, state: RequestState, model: str, headers: Mapping[str, str] | None) -> None:
+        """A request is submitted."""
+
+    def end(self, state: RequestState) -> None:
+        """A request has ended."""
+
+    def shutdown(self) -> None:
+        """Send what is left."""
+
+
 class OpenRequests:
     """The requests of a session that have not ended, on a connection that outlives cores.
 
@@ -59,16 +72,13 @@ class OpenRequests:
         as `connect`.
     """
 
-    def __init__(self, connect: Callable[[Owner], Cores], tracer: Tracer | None) -> None:
+    def __init__(self, connect: Callable[[Owner], Cores], tracer: Spans | None) -> None:
         self.gone: Future[EngineDeadError] = Future()
         # Guards all below, except the connection and its clients, which are thread-safe.
         self._lock = threading.RLock()
         self._table = RequestTable(tracer)
-        self._blame = Blame()
+        self._custody = Custody()
         self._trial = SuspectTrial()
-        # Requests that wait for trials to be over; None: there are no trials.
-        self._held: dict[int, RequestState] | None = None
-        self._holds_new = True  # while there are: new requests wait too, unless other cores serve
         self._closing = False
         self._held_seconds = 0.0  # time of the client's thread with the lock since it rested
         self.connection = connect(self)
@@ -97,11 +107,9 @@ class OpenRequests:
             try:
                 for state in states:
                     self._table.add(state, mailbox, model, trace_headers)
-                if self._held is None or not self._holds_new:
+                failed: Failed = []
+                if not self._custody.hold(states):
                     failed = self._send(self.connection.client, [state.request for state in states])
-                else:  # until the suspects of a core's death have been tried
-                    self._held.update((state.key, state) for state in states)
-                    failed = []
             except BaseException:
                 self._drop(states)
                 raise
@@ -144,6 +152,15 @@ class OpenRequests:
         self.connection.close()
         self.gone.cancel()
         self._end_all(EngineDeadError("the engine was shut down"))
+
+    def validate(self) -> None:
+        """Check what holds between two events; tests call it.
+
+        Raises:
+            AssertionError: it does not hold.
+        """
+        with self._lock:
+            self._custody.validate(list(self._table))
 
     # -------------------------------------------------------------- on the client's thread
 
@@ -188,17 +205,9 @@ class OpenRequests:
 
     def core_lost(self, error: EngineDeadError, keys: Collection[int] | None = None) -> None:
         """Keep what the core had for another core, except the request that is to blame."""
+        by_accident = not isinstance(error, (EngineStoppedError, DetachedError))
         with self._lock:
-            held = self._held or {}
-            sent = [state for state in self._table if state.key not in held]
-            in_flight = sent if keys is None else [state for state in sent if state.key in keys]
-            self._held = held | {state.key: state for state in in_flight}
-            self._holds_new = keys is None
-            guilty = None
-            if not isinstance(error, (EngineStoppedError, DetachedError)):
-                lost = {state.key for state in in_flight}
-                others = [state for state in self._table if state.key not in lost]
-                guilty = self._blame.core_died(in_flight, others, self._trial.unsettled)
+            guilty = self._custody.core_lost(list(self._table), keys, by_accident=by_accident)
         if guilty is not None:
             text = f"the engine died twice with this request, which is not tried again ({error})"
             logger.error("request %.100r ends: %s", guilty.request_id, text)
@@ -208,14 +217,13 @@ class OpenRequests:
         """Let what is held go on with another core: suspects one by one first, then all."""
         self._try_suspects(client)
         with self._lock:
-            if self._closing or client.dead is not None or self._held is None:
-                return  # none of the held requests was on the core that is lost
-            held, self._held = self._held, None
+            if self._closing or client.dead is not None or not self._custody.recovering:
+                return  # it is lost as well, or none of the open requests was on the core that is lost
             try:
-                failed = self._resume(others or client, sorted(held.values(), key=lambda state: state.key))
+                failed = self._resume(others or client, self._custody.to_resume())
             except EngineDeadError:
-                self._held = held
                 return
+            self._custody.resumed()
         self._fail(failed)
 
     def _try_suspects(self, client: EngineClient) -> None:
@@ -233,8 +241,7 @@ class OpenRequests:
 
     def _untried(self, tried: Collection[int]) -> list[RequestState]:
         with self._lock:
-            held = [] if self._held is None else self._held.values()
-            return self._blame.suspects(state for state in held if state.key not in tried)
+            return self._custody.suspects(tried)
 
     def core_gone(self, error: EngineDeadError) -> None:
         """End every open request with the error with which the core was lost."""
@@ -245,15 +252,15 @@ class OpenRequests:
     def _try_alone(self, client: EngineClient, state: RequestState, give_up: float) -> bool:
         """Run a request alone until it has brought some tokens, then take it back. False: no other can be tried."""
         with self._lock:
-            if self._held is None or self._held.pop(state.key, None) is None:
+            if state.key not in self._custody.held:
                 return True  # it has been aborted
-            goal = state.num_output_tokens + self._blame.tokens_to_bring(state)
+            goal = self._custody.goal(state)
             self._trial.begin(state, goal)
             try:
                 failed = self._resume(client, [state])
             except EngineDeadError:
-                self._held[state.key] = state
                 return False
+            self._custody.begin_trial(state)
         self._fail(failed)
         if client.dead is None and not self._closing:
             self._trial.wait(max(0.0, give_up - time.monotonic()))
@@ -266,13 +273,9 @@ class OpenRequests:
         with self._lock:
             if client.dead is not None or self._closing:
                 return False  # the request was in flight
-            self._trial.unsettled = None
-            if not state.finished:
-                self._held[state.key] = state
-            if state.num_output_tokens < goal:
-                return False  # there is no more time
-            self._blame.passed(state)
-        return True
+            has_time = state.num_output_tokens >= goal
+            self._custody.end_trial(state, passed=has_time)
+        return has_time
 
     def _settle(self, client: EngineClient) -> None:
         """Wait for the core's answer to a call, before which it has sent all output of aborted requests."""
@@ -321,8 +324,7 @@ class OpenRequests:
     def _drop(self, states: Iterable[RequestState]) -> None:
         for state in states:
             if self._table.has(state):
-                if self._held is not None:
-                    self._held.pop(state.key, None)
+                self._custody.drop(state)
                 self._trial.dropped(state)
                 self._table.drop(state)
 
@@ -334,7 +336,7 @@ class RequestTable:
         outputs: states by key, to which deltas are applied. mailboxes: by key.
     """
 
-    def __init__(self, tracer: Tracer | None) -> None:
+    def __init__(self, tracer: Spans | None) -> None:
         self.outputs = Outputs()
         self.mailboxes: dict[int, Mailbox] = {}
         self._by_id: dict[str, RequestState] = {}

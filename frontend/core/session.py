@@ -6,7 +6,7 @@
 `LLMEngine`, `LLM` and `AsyncLLM` use it, and differ in how they wait: each request is submitted with a mailbox,
 which receives the request whenever it has new output to `take`.
 
-They survive the loss of a core if another takes its place (`open_requests.py`, `connection.py`).
+They survive the loss of a core if another takes its place (`open_requests.py`, `supervisor.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
-from pagewire.frontend.core.connection import CoreConnection, Cores, Owner
-from pagewire.frontend.core.core_source import RunningCores
+from pagewire.frontend import wiring
+from pagewire.frontend.core.core_source import CoreProcess, RunningCores
 from pagewire.frontend.core.mailbox import Mailbox
 from pagewire.frontend.core.metrics import Metric, read_metrics
-from pagewire.frontend.core.open_requests import OpenRequests
+from pagewire.frontend.core.open_requests import OpenRequests, Spans
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, StatLoggers
-from pagewire.frontend.core.tracing import Tracer
+from pagewire.frontend.core.supervisor import Cores, Owner, Supervisor
 from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.requests.answer_budget import LogprobBudget
-from pagewire.frontend.requests.inputs import CheckedParams, Intake, Prepared
-from pagewire.frontend.requests.lora import AdapterBook, LoRARequest, UsedAdapter
+from pagewire.frontend.requests.inputs import CheckedParams, Intake, MediaPlacer, Prepared
+from pagewire.frontend.requests.lora import LoRARequest, SessionAdapters, UsedAdapter
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState
-from pagewire.frontend.requests.pooling import inputs as pooling
-from pagewire.frontend.requests.pooling.state import PooledState
-from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, PromptAdapters
-from pagewire.frontend.text.engine_tokenizer import from_programs
-from pagewire.frontend.text.prompts import PromptType
+from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
+from pagewire.frontend.text.prompts import PromptType, TextPair
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
@@ -47,8 +44,6 @@ from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.sockets import CurveKeys
 
 if TYPE_CHECKING:
-    from pagewire.frontend.core.spawn import SpawnedCore
-    from pagewire.frontend.media.intake import MediaIntake
     from pagewire.ipc.options.engine_args import EngineArgs
 
 logger = logging.getLogger("pagewire.frontend")
@@ -64,8 +59,8 @@ class Session:
 
     Attributes:
         info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
-        stat_loggers: the program's own loggers of statistics. adapters: where the files of adapters are found.
-        prompt_adapters: those that were read. media: puts pictures and sounds into prompts; None: none are taken.
+        stat_loggers: the program's own loggers of statistics. adapters: where their files are found.
+        media: puts pictures and sounds into prompts; None: none are taken.
 
     Raises:
         as `spawn` or `attach`, whichever made `connect`. ValueError: as `check_environment`.
@@ -78,7 +73,7 @@ class Session:
         check_environment()
         self._keys = itertools.count()
         self._closed = threading.Lock()
-        self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)
+        self._tracer: Spans | None = None if traces_endpoint is None else wiring.Tracer(traces_endpoint)
         self.stat_loggers = StatLoggers({}, self.get_metrics)
         try:
             self._requests = OpenRequests(connect, self._tracer)
@@ -87,7 +82,6 @@ class Session:
                 self._tracer.shutdown()
             raise
         self.info = self._requests.connection.info
-        self.prompt_adapters = PromptAdapters(self.info.embeddings)
 
     @classmethod
     def spawn(
@@ -102,13 +96,11 @@ class Session:
             ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
             EngineDeadError: the core failed while it started; the text is the cause.
         """
-        from pagewire.frontend.core import spawned_cores  # a frontend that attaches spawns none
-
         args.check()
         access = MediaAccess.read(args.allowed_local_media_path, args.allowed_media_domains)
-        connect = partial(CoreConnection, spawned_cores.SpawnedCores(args, restarts))
-        source = spawned_cores.tokenizer_source(args)
-        ahead = spawned_cores.tokenizer_ahead(args, source)
+        connect = partial(Supervisor, wiring.SpawnedCores(args, restarts))
+        source = wiring.tokenizer_source(args)
+        ahead = wiring.tokenizer_ahead(args, source)
         session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, 0, access, ahead, **source)
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
@@ -150,7 +142,7 @@ class Session:
         salt = int.from_bytes(os.urandom(7), "little")
         access = MediaAccess.read(allowed_local_media_path, allowed_media_domains)
         source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
-        session = cls(partial(CoreConnection, source), otlp_traces_endpoint)
+        session = cls(partial(Supervisor, source), otlp_traces_endpoint)
         return session.with_tokenizer(tokenizer, salt, access, trust_remote_code=trust_remote_code)
 
     def with_tokenizer(
@@ -169,7 +161,7 @@ class Session:
             tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
             self.media = media_of(self.info, media, self.call)
             self._intake = Intake(self.info, tokenizer, salt, self.media)
-            self.adapters = AdapterBook(self.info, source.get("token"), source.get("cache_dir"))
+            self.adapters = SessionAdapters(self.info, source.get("token"), source.get("cache_dir"))
             self.tokenizer = tokenizer
         except BaseException:
             self.close()
@@ -182,7 +174,7 @@ class Session:
         Raises:
             TypeError: `tokenizer` is not a tokenizer.
         """
-        self._intake.tokenizer = self.tokenizer = from_programs(tokenizer)
+        self._intake.tokenizer = self.tokenizer = wiring.from_programs(tokenizer)
 
     # -------------------------------------------------------------- requests
 
@@ -217,22 +209,23 @@ class Session:
 
     def prepare_pooling(
         self,
-        prompt: PromptType | pooling.TextPair,
+        prompt: PromptType | TextPair,
         params: PoolingParams,
         request_id: str,
         priority: int = 0,
         age: float = 0.0,
         lora_request: LoRARequest | None = None,
     ) -> Prepared:
-        """The request to pool a prompt, ready for `submit`. params: made by `pooling.completed`.
+        """The request to pool a prompt, ready for `submit`. params: made by `pooling.inputs.completed`.
 
         Raises:
             ValueError, TypeError: a bad prompt, or no such adapter.
         """
         adapter = self.adapters.use(lora_request)
-        return pooling.prepare(
+        prepared: Prepared = wiring.prepare(
             self._intake, prompt, params, request_id, next(self._keys), priority, age, adapter
         )
+        return prepared
 
     def tokenize(
         self, prompt: PromptType, truncates: bool = False, lora_request: LoRARequest | None = None
@@ -251,6 +244,11 @@ class Session:
             ValueError, TypeError: no such adapter.
         """
         return self._tokenizer_of(self.adapters.use(lora_request))
+
+    @cached_property
+    def prompt_adapters(self) -> Any:
+        """The prompt adapters that were read: `PromptAdapters`, made when the first one is used."""
+        return wiring.PromptAdapters(self.info.embeddings)
 
     def _tokenizer_of(self, adapter: UsedAdapter | None) -> Tokenizer | None:
         return self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
@@ -354,7 +352,7 @@ class Session:
         return self._requests.connection
 
     @property
-    def _spawned(self) -> SpawnedCore | None:
+    def _spawned(self) -> CoreProcess | None:
         return self._requests.connection.spawned
 
 
@@ -385,7 +383,8 @@ def state_of(
 ) -> RequestState:
     """The state of a request that is to be sent. logprob_budget: see `Session.submit`."""
     if isinstance(item.request.task, PoolingParams):
-        return PooledState(item.request)
+        pooled: RequestState = wiring.PooledState(item.request)
+        return pooled
     return RequestState(
         item.request,
         item.prompt_text,
@@ -397,13 +396,12 @@ def state_of(
     )
 
 
-def media_of(info: EngineInfo, access: MediaAccess, call: Callable[..., Future[Any]]) -> MediaIntake | None:
+def media_of(info: EngineInfo, access: MediaAccess, call: Callable[..., Future[Any]]) -> MediaPlacer | None:
     """What puts media into prompts; None if the engine takes none. call: sends a call to the engine."""
     if info.media is None:
         return None
-    from pagewire.frontend.media.intake import media_intake  # most engines take no media
-
-    return media_intake(info.media, access, call, info.max_model_len)
+    placer: MediaPlacer = wiring.media_intake(info.media, access, call, info.max_model_len)
+    return placer
 
 
 def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:

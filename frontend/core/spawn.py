@@ -15,6 +15,7 @@ import msgspec
 
 from pagewire.ipc.host.address_lock import remove_left_overs_of, sweep
 from pagewire.ipc.host.lifeline import Child
+from pagewire.ipc.host.system import require_linux
 from pagewire.ipc.options import ray_cluster
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.sockets import private_address, runtime_dir
@@ -52,10 +53,12 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     Its log goes to stderr of this process. If it cannot start, a frontend that connects gets the error.
 
     Raises:
-        ValueError, PermissionError, OSError: a bad address, no process could be started, or no engine is installed.
+        ValueError, PermissionError, OSError: a bad address, no process could be started, no engine is installed, or
+            this is no Linux.
     """
     from pagewire.ipc.models.registrations import registered  # a frontend that attaches registers nothing
 
+    require_linux()
     if find_spec("pagewire.engine_core") is None:
         raise ValueError(
             "pagewire-client has no engine: attach to a core that runs, or install pagewire in its place"

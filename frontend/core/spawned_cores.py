@@ -11,9 +11,9 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from pagewire.frontend.core.core_source import Attached, Dial, Pauses
+from pagewire.frontend.core.core_source import Attached, CoreProcess, Dial, Pauses
 from pagewire.frontend.core.link import START_ERRORS
-from pagewire.frontend.core.spawn import SpawnedCore, spawn_core
+from pagewire.frontend.core.spawn import spawn_core
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.files.hub import EMBEDDED, model_folder
@@ -55,7 +55,7 @@ class SpawnedCores:
                 cause = EngineDeadError(f"{error}; another core did not start: {failure}")
         raise cause
 
-    def again(self, dial: Dial, spawned: SpawnedCore | None) -> Attached:
+    def again(self, dial: Dial, spawned: CoreProcess | None) -> Attached:
         """Attach to the spawned core."""
         assert spawned is not None
         return Attached(

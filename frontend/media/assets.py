@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagewire.ipc.environment import cache_root
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -15,8 +17,7 @@ def assets_folder() -> Path:
     """The folder: that of the environment variable, else `assets` in pagewire's cache."""
     if given := os.environ.get("PAGEWIRE_ASSETS_CACHE"):
         return Path(given).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("PAGEWIRE_CACHE_ROOT") or f"{cache}/pagewire").expanduser() / "assets"
+    return cache_root() / "assets"
 
 
 def asset_path(name: str, endings: tuple[str, ...]) -> Path:

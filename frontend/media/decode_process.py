@@ -19,9 +19,9 @@ from pagewire.frontend.media.sound import convert_samples, decode_sound, load_so
 from pagewire.frontend.media.spectrum import log_peak
 from pagewire.ipc.host.confined import Confined, JobKilledError, JobTimeoutError, Limits
 from pagewire.ipc.host.job_server import Handler, serve
+from pagewire.ipc.tenants import current_tenant
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.sources import Spectrum
-from pagewire.ipc.wire.tenants import current_tenant
 
 SECONDS = 15.0  # of wall-clock time for one content
 CPU_SECONDS = 5.0  # of processor time

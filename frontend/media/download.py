@@ -27,7 +27,7 @@ from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.errors import MediaError
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.wire.tenants import current_tenant
+from pagewire.ipc.tenants import current_tenant
 
 MAX_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.cache import RecentKeys
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.errors import MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
 from pagewire.frontend.media.keys import KEYS
 from pagewire.frontend.media.layout import LaidOut, lay_out
@@ -23,18 +23,18 @@ from pagewire.frontend.media.objects import item_of
 from pagewire.frontend.media.parts import too_many
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.tenants import current_tenant
+from pagewire.ipc.wire.budget import MAX_OPTIONS_CHARS
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.embeddings import PLACEHOLDER
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.media import (
-    MAX_OPTIONS_CHARS,
     TOKEN_TYPE,
     MediaInfo,
     MediaLayout,
     check_layout,
     uuid_name,
 )
-from pagewire.ipc.wire.tenants import current_tenant
 
 LAYOUT_SECONDS = 3600.0
 MAX_LAYOUT_BYTES = 32 << 20
@@ -78,7 +78,7 @@ class MediaIntake:
         """The media of a prompt, fetched and decoded. salt, raises: as `place`."""
         items = items_in(prompt, self.info)
         if salt is None and any(item.uuid for item in items):
-            raise MediaError("multi_modal_uuids need a cache_salt: the names hold beside it only")
+            raise MediaFieldError("multi_modal_uuids", "need a cache_salt: the names hold beside it only")
         encoded = [item for item in items if isinstance(item, MediaItem)]
         loaded = iter(self.loader.load(encoded, salt or ""))
         return [next(loaded) if isinstance(item, MediaItem) else item for item in items]
@@ -98,9 +98,9 @@ class MediaIntake:
         name = uuid_name(medium.kind, salt, medium.uuid, options)
         shape = medium.data.shape if medium.data.data else self._shapes.get(name)
         if shape is None:
-            raise MediaError(
-                f"{medium.place or 'multi_modal_uuids'}: nothing is known by the name {quoted(medium.uuid)} any "
-                "more: send the content as well"
+            raise MediaFieldError(
+                medium.place or "multi_modal_uuids",
+                f": nothing is known by the name {quoted(medium.uuid)} any more: send the content as well",
             )
         self._shapes.put(name, shape, 0)
         return LaidOut(medium, name, self._layout(medium.kind, shape, options), options)
@@ -147,9 +147,9 @@ def options_of(kwargs: Any) -> str:
     except (TypeError, ValueError, RecursionError):
         text = ""
     if not isinstance(kwargs, Mapping) or not text:
-        raise MediaError("mm_processor_kwargs must be an object of JSON values")
+        raise MediaFieldError("mm_processor_kwargs", "must be an object of JSON values")
     if len(text) > MAX_OPTIONS_CHARS:
-        raise MediaError(f"mm_processor_kwargs have more than {MAX_OPTIONS_CHARS} characters")
+        raise MediaFieldError("mm_processor_kwargs", f"have more than {MAX_OPTIONS_CHARS} characters")
     return text
 
 
@@ -163,20 +163,22 @@ def items_in(prompt: Mapping[str, Any], info: MediaInfo) -> list[MediaItem | Dec
     items: list[MediaItem | Decoded] = []
     for kind in dict.fromkeys([*data, *uuids]):
         if kind not in info.kinds:
-            raise MediaError(
-                f"multi_modal_data has {quoted(kind)}, and the model takes {', '.join(info.kinds)} only"
+            raise MediaFieldError(
+                "multi_modal_data", f"has {quoted(kind)}, and the model takes {', '.join(info.kinds)} only"
             )
         values, names = data.get(kind), uuids.get(kind, [])
         if values is None:
             values = [None] * len(names)
         if names and len(names) != len(values):
-            raise MediaError(f"multi_modal_uuids has {len(names)} names for {len(values)} of {quoted(kind)}")
+            raise MediaFieldError(
+                "multi_modal_uuids", f"has {len(names)} names for {len(values)} of {quoted(kind)}"
+            )
         if len(values) > info.kinds[kind].limit:
             raise too_many(kind, info)
         for index, value in enumerate(values):
             uuid = names[index] if names else None
             if uuid is not None and not isinstance(uuid, str):
-                raise MediaError(f"multi_modal_uuids['{kind}'][{index}] must be a string or None")
+                raise MediaFieldError(f"multi_modal_uuids['{kind}'][{index}]", "must be a string or None")
             items.append(item_of(kind, value, info, f"multi_modal_data['{kind}'][{index}]", uuid or ""))
     return items
 
@@ -186,7 +188,7 @@ def by_kind(name: str, given: Any) -> dict[str, list[Any]]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise MediaError(
-            f"{name} must be a dict by kind, such as {{'image': ...}}, got {type(given).__name__}"
+        raise MediaFieldError(
+            name, f"must be a dict by kind, such as {{'image': ...}}, got {type(given).__name__}"
         )
     return {str(kind): value if isinstance(value, list) else [value] for kind, value in given.items()}

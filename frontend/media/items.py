@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagewire.ipc.wire.budget import MAX_OPTIONS_CHARS
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, media_name
+from pagewire.ipc.wire.media import media_name
 
 MAX_NAMES = 4  # that a medium has by several arguments of the processor, and are kept
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.cache import DecodedCache, RecentKeys
 from pagewire.frontend.media.decode_process import decode
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.errors import MediaError, MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
 from pagewire.frontend.media.limits import MAX_DECODED_BYTES, MAX_SOURCE_BYTES, MAX_SOURCES_BYTES
 from pagewire.frontend.media.local_file import read_local_file
@@ -183,7 +183,7 @@ def naming(item: MediaItem) -> Iterator[None]:
     try:
         yield
     except MediaError as error:
-        raise MediaError(f"{item.place}: {error}" if item.place else str(error)) from None
+        raise (MediaFieldError(item.place, f": {error}") if item.place else MediaError(str(error))) from None
 
 
 def named(content: Decoded, item: MediaItem) -> Decoded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.errors import MediaError, MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
 from pagewire.frontend.media.limits import MAX_PIXELS, MAX_SIDE
 from pagewire.ipc.quoting import quoted
@@ -46,7 +46,7 @@ def picture_of(value: Any, place: str) -> Tensor:
     array = array_of(value)
     shape = () if array is None else tuple(array.shape)
     if array is None or str(array.dtype) != "uint8" or len(shape) != 3 or 3 not in (shape[0], shape[2]):
-        raise MediaError(f"{place} must be {PICTURES}; got {described(value, array)}")
+        raise MediaFieldError(place, f"must be {PICTURES}; got {described(value, array)}")
     if shape[2] != 3:  # [3, height, width]
         array = array.transpose(1, 2, 0)
     check_pixels(array.shape[0], array.shape[1], place)
@@ -56,7 +56,7 @@ def picture_of(value: Any, place: str) -> Tensor:
 def check_pixels(height: int, width: int, place: str) -> None:
     """Check the size of a picture. Raises MediaError."""
     if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE and height * width <= MAX_PIXELS):
-        raise MediaError(f"{place}: a picture may have {MAX_PIXELS} pixels, and {MAX_SIDE} a side")
+        raise MediaFieldError(place, f": a picture may have {MAX_PIXELS} pixels, and {MAX_SIDE} a side")
 
 
 def sound_of(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | Decoded:
@@ -71,9 +71,9 @@ def sound_of(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | 
         samples, rate = value
     array = array_of(samples)
     if array is None or array.dtype.kind != "f" or len(array.shape) != 1 or not array.shape[0]:
-        raise MediaError(f"{place} must be {SOUNDS}; got {described(samples, array)}")
+        raise MediaFieldError(place, f"must be {SOUNDS}; got {described(samples, array)}")
     if not hasattr(rate, "__int__") or isinstance(rate, str) or rate < 1 or rate != int(rate):
-        raise MediaError(f"{place}: the number of samples a second must be a positive integer")
+        raise MediaFieldError(place, ": the number of samples a second must be a positive integer")
     data = array.astype("<f4").tobytes()
     return MediaItem("audio", data=data, samples=int(rate), uuid=uuid, place=place)
 
@@ -90,7 +90,7 @@ def embeddings_of(value: Any, info: MediaInfo, place: str) -> Tensor | None:
     if len(array.shape) == 3 and array.shape[0] != 1:
         return None
     if not info.embedding_size:
-        raise MediaError(f"{place}: the model takes no embeddings in place of pictures; give {PICTURES}")
+        raise MediaFieldError(place, f": the model takes no embeddings in place of pictures; give {PICTURES}")
     rows = array.reshape(array.shape[-2:])
     name = {"float64": "float32", "float32": "float32", "float16": "float16"}[str(array.dtype)]
     tensor = Tensor(name, tuple(rows.shape), rows.astype(name).tobytes())

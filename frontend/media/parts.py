@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.errors import MediaError, MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
 from pagewire.frontend.media.objects import item_of
 from pagewire.ipc.quoting import quoted
@@ -98,7 +98,7 @@ def check_kind(name: str, info: MediaInfo | None, counts: dict[str, int], place:
     """
     kind = KINDS.get(name, "")
     if info is None or kind not in info.kinds:
-        raise MediaError(f"{place}: {refusal(name)}; got a part of type {quoted(name)}")
+        raise MediaFieldError(place, f": {refusal(name)}; got a part of type {quoted(name)}")
     counts[kind] = counts.get(kind, 0) + 1
     if counts[kind] > info.kinds[kind].limit:
         raise too_many(kind, info)
@@ -123,7 +123,7 @@ def read_part(part: dict[str, Any], kind: str, info: MediaInfo | None, place: st
     assert info is not None
     uuid = part.get("uuid") or ""
     if not isinstance(uuid, str):
-        raise MediaError(f"{place}.uuid must be a string")
+        raise MediaFieldError(f"{place}.uuid", "must be a string")
     name = part["type"]
     if name == "input_audio":
         return MediaItem(kind, url=sound_url(part.get(name), place), uuid=uuid, place=place)
@@ -139,8 +139,8 @@ def read_part(part: dict[str, Any], kind: str, info: MediaInfo | None, place: st
         return MediaItem(kind, url=value, max_side=max_side, uuid=uuid, place=place)
     if value is None or isinstance(value, str | dict | list):
         if name == "input_image" and part.get("file_id"):
-            raise MediaError(f"{place}: files are not kept (file_id): give image_url")
-        raise MediaError(f"{place}: a part of type {quoted(name)} needs a URL")
+            raise MediaFieldError(place, ": files are not kept (file_id): give image_url")
+        raise MediaFieldError(place, f": a part of type {quoted(name)} needs a URL")
     return item_of(kind, value, info, place, uuid)
 
 
@@ -149,7 +149,7 @@ def max_side_of(part: dict[str, Any], place: str) -> int:
     value = part.get(part["type"])
     detail = (value if isinstance(value, dict) else part).get("detail") or "auto"
     if not isinstance(detail, str) or detail not in MAX_SIDES:
-        raise MediaError(f"{place}: detail must be one of {', '.join(MAX_SIDES)}, got {quoted(detail)}")
+        raise MediaFieldError(place, f": detail must be one of {', '.join(MAX_SIDES)}, got {quoted(detail)}")
     return MAX_SIDES[detail]
 
 
@@ -157,10 +157,10 @@ def sound_url(value: Any, place: str) -> str:
     """The sound of an `input_audio` part as a data: URL. Raises MediaError."""
     data = value.get("data") if isinstance(value, dict) else None
     if not isinstance(data, str) or not data:
-        raise MediaError(f"{place}.input_audio needs data, in base64")
+        raise MediaFieldError(f"{place}.input_audio", "needs data, in base64")
     form = value.get("format", "wav")
     if form not in SOUND_FORMATS:
-        raise MediaError(
-            f"{place}.input_audio.format must be one of {', '.join(SOUND_FORMATS)}, got {quoted(form)}"
+        raise MediaFieldError(
+            f"{place}.input_audio.format", f"must be one of {', '.join(SOUND_FORMATS)}, got {quoted(form)}"
         )
     return f"data:audio/{form};base64,{data}"

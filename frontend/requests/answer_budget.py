@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.wire.messages import Request, TokenDelta
 
 
-class AnswerTooLargeError(ValueError):
+class AnswerTooLargeError(FieldValueError):
     """More would be kept for an answer than is allowed."""
 
 
@@ -54,8 +55,9 @@ class LogprobBudget:
     def _check(self, name: str, number: int, advice: str) -> None:
         if number > self._limit:
             raise AnswerTooLargeError(
-                f"{name}: the answer has {number} log probabilities or more; at most {self._limit} are kept for a "
-                f"request (--max-request-logprobs): {advice}"
+                name,
+                f": the answer has {number} log probabilities or more; at most {self._limit} are kept for a "
+                f"request (--max-request-logprobs): {advice}",
             )
 
 

@@ -16,9 +16,11 @@ import msgspec
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.inputs import GENERATED, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.requests.retention import refuse_retention
 from pagewire.frontend.text.logprobs import token_text
 from pagewire.frontend.text.prompts import PromptType, TokensPrompt
 from pagewire.ipc.beams import MAX_CANDIDATES
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.wire.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -224,6 +226,7 @@ def tokens_prompt(prompt: PromptType, token_ids: list[int]) -> TokensPrompt:
     Raises:
         TypeError, ValueError: the salt is not a string, or empty; or the prompt has pictures or sounds.
     """
+    refuse_retention(prompt, "beam search")
     if has_media(prompt):
         raise ValueError("beam search takes no pictures or sounds: sample with n or best_of instead")
     salt = salt_of(prompt)
@@ -329,9 +332,10 @@ def check_num_candidates(params: BeamSearchParams, number: int) -> None:
         ValueError: it does not.
     """
     if number > MAX_CANDIDATES:
-        raise ValueError(
-            f"beam_width={params.beam_width} needs the log probabilities of {number} tokens per step, with those "
-            f"that end beams; at most {MAX_CANDIDATES} are possible"
+        raise FieldValueError(
+            "beam_width",
+            f"={params.beam_width} needs the log probabilities of {number} tokens per step, with those "
+            f"that end beams; at most {MAX_CANDIDATES} are possible",
         )
 
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagewire.frontend.text.length import ContextLengthError
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import check_embeddings
 from pagewire.ipc.wire.messages import EngineInfo
 
-KEY = "prompt_embeds"
+EMBEDS_KEY = "prompt_embeds"
 FORMATS = {"f": "float32", "e": "float16", "d": "float64"}  # dtypes by the buffer protocol's formats
 NO_TOKENS = "a prompt of embeddings has no tokens"
 
@@ -28,21 +29,22 @@ def embeddings_of(prompt: Any, info: EngineInfo) -> Tensor | None:
         ContextLengthError: they are more than the model's context length.
         TypeError: they are no tensor.
     """
-    value = prompt.get(KEY) if isinstance(prompt, Mapping) else None
+    value = prompt.get(EMBEDS_KEY) if isinstance(prompt, Mapping) else None
     if value is None:
         return None
     if not info.embeddings.prompts:
-        raise ValueError(
-            f"{KEY}: this engine takes no embeddings as a prompt: start it with enable_prompt_embeds=True "
-            "(--enable-prompt-embeds)"
+        raise FieldValueError(
+            EMBEDS_KEY,
+            ": this engine takes no embeddings as a prompt: start it with enable_prompt_embeds=True "
+            "(--enable-prompt-embeds)",
         )
     for name in ("prompt", "prompt_token_ids"):
         if prompt.get(name) is not None:
-            raise ValueError(f"give {KEY} or {name}, not both: they are two prompts")
+            raise ValueError(f"give {EMBEDS_KEY} or {name}, not both: they are two prompts")
     embeddings = as_tensor(value)
     if len(embeddings.shape) == 3 and embeddings.shape[0] == 1:  # a batch of one prompt
         embeddings = Tensor(embeddings.dtype, embeddings.shape[1:], embeddings.data)
-    check_embeddings(KEY, embeddings, info.embeddings.size)
+    check_embeddings(EMBEDS_KEY, embeddings, info.embeddings.size)
     if (num_tokens := embeddings.shape[0]) > info.max_model_len:
         raise ContextLengthError(info.max_model_len, f"the prompt has {num_tokens} embeddings")
     return embeddings
@@ -53,7 +55,7 @@ def check_embeds_params(prompt_logprobs: int | None, truncate_prompt_tokens: int
     given = {"prompt_logprobs": prompt_logprobs, "truncate_prompt_tokens": truncate_prompt_tokens}
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name} does not go with {KEY}: {NO_TOKENS}")
+            raise FieldValueError(name, f"does not go with {EMBEDS_KEY}: {NO_TOKENS}")
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -102,6 +104,6 @@ def _of_view(view: memoryview, dtype: str) -> Tensor:
 
 def _no_tensor(got: str) -> TypeError:
     return TypeError(
-        f"{KEY} must be a tensor or array of float32, bfloat16 or float16 [number of tokens, size of an "
+        f"{EMBEDS_KEY} must be a tensor or array of float32, bfloat16 or float16 [number of tokens, size of an "
         f"embedding], got {quoted(got)}"
     )

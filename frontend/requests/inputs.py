@@ -12,17 +12,18 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from pagewire.frontend.media.keys import KEYS as MEDIA_KEYS
 from pagewire.frontend.media.keys import NOT_TAKEN, has_media
 from pagewire.frontend.requests.defaults import default_sampling_params
-from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
-from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
+from pagewire.frontend.requests.embeds import EMBEDS_KEY, NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
 from pagewire.frontend.requests.prompt_adapters import PromptAdapter
+from pagewire.frontend.requests.retention import KEY as RETENTION_KEY
+from pagewire.frontend.requests.retention import retention_of
 from pagewire.frontend.requests.sources import SourcedPrompt, SourceText, is_explicit, sourced
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.prompts import PromptType
@@ -31,6 +32,7 @@ from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.beams import MAX_CANDIDATES
 from pagewire.ipc.bounds import check_num_logprobs, check_string, meta_of, unknown_name
 from pagewire.ipc.compatibility import NAMES
+from pagewire.ipc.errors import Field, FieldTypeError, FieldValueError
 from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_TOKENS
@@ -42,15 +44,16 @@ from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, SourceInfo
 from pagewire.ipc.wire.thinking import ThinkingMarks
 
 if TYPE_CHECKING:
-    from pagewire.frontend.media.intake import MediaIntake
     from pagewire.frontend.media.items import Decoded
+    from pagewire.ipc.wire.items import Media
+    from pagewire.ipc.wire.media import MediaInfo
 
 MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
 NAME = meta_of(Name)
 
 
 GENERATED = "generated_token_ids"  # tokens of the output so far, which a step of beam search goes on with
-KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", GENERATED)
+KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", RETENTION_KEY, GENERATED)
 NOT_SUPPORTED = {
     **dict.fromkeys(("data", "data_format"), NAMES["LLM.encode(DataPrompt)"].refusal("a DataPrompt")),
     "encoder_prompt": "this model is no encoder-decoder: give the prompt alone",
@@ -67,6 +70,23 @@ def is_tokens_prompt(prompt: Any) -> bool:
 def is_embeds_prompt(prompt: Any) -> bool:
     """Return True for a dict with `prompt_embeds` (and no token ids)."""
     return isinstance(prompt, Mapping) and "prompt_embeds" in prompt and "prompt_token_ids" not in prompt
+
+
+class MediaPlacer(Protocol):
+    """Puts pictures and sounds into prompts; `media.intake` has one. info: what the engine takes."""
+
+    info: MediaInfo
+
+    def place(
+        self, token_ids: Sequence[int], prompt: Mapping[str, Any], salt: str | None
+    ) -> tuple[list[int], list[Media]]:
+        """As `MediaIntake.place`."""
+
+    def contents(self, prompt: Mapping[str, Any], salt: str | None) -> list[Decoded]:
+        """As `MediaIntake.contents`."""
+
+    def clear(self) -> None:
+        """As `MediaIntake.clear`."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -111,9 +131,10 @@ def check_place(info: EngineInfo, request_id: str, priority: int, age: float) ->
     check_string("request_id", request_id, NAME)
     check_turn(priority, age)
     if priority and not info.by_priority:
-        raise ValueError(
-            f"priority={priority} has no effect: requests are scheduled in order of arrival; "
-            "start the engine with --scheduling-policy priority"
+        raise FieldValueError(
+            "priority",
+            f"={priority} has no effect: requests are scheduled in order of arrival; "
+            "start the engine with --scheduling-policy priority",
         )
 
 
@@ -133,7 +154,7 @@ class Intake:
         info: EngineInfo,
         tokenizer: Tokenizer | None,
         salt: int = 0,
-        media: MediaIntake | None = None,
+        media: MediaPlacer | None = None,
     ) -> None:
         self.info, self.tokenizer, self.media = info, tokenizer, media
         self._salt = salt
@@ -191,6 +212,7 @@ class Intake:
                 age=age,
                 adapter=None if adapter is None else adapter.source,
                 output_token_ids=generated(prompt),
+                retention=retention_of(prompt),
             ),
             text,
             adapter,
@@ -201,9 +223,11 @@ class Intake:
     def _sourced(self, prompt: PromptType, params: SamplingParams, info: SourceInfo) -> SourcedPrompt:
         """A prompt of an encoder-decoder."""
         if params.truncate_prompt_tokens is not None:
-            raise ValueError("truncate_prompt_tokens: cut the encoder's prompt and the decoder's yourself")
+            raise FieldValueError(
+                "truncate_prompt_tokens", ": cut the encoder's prompt and the decoder's yourself"
+            )
         if params.prompt_logprobs is not None:
-            raise ValueError(NO_PROMPT_LOGPROBS)
+            raise FieldValueError("prompt_logprobs", NO_PROMPT_LOGPROBS)
         salt = None if is_explicit(prompt) else salt_of(prompt)
         return sourced(prompt, info, self.info.block_size, self._part, partial(self._hear, salt), salt)
 
@@ -225,8 +249,8 @@ class Intake:
         token_ids, text = self.tokenize(prompt, params.truncate_prompt_tokens is not None, adapter)
         if has_media(prompt):
             if params.truncate_prompt_tokens is not None:
-                raise ValueError(
-                    "truncate_prompt_tokens does not go with pictures and sounds, which are whole"
+                raise FieldValueError(
+                    "truncate_prompt_tokens", "does not go with pictures and sounds, which are whole"
                 )
             return self.with_media(token_ids, prompt), text
         token_ids = truncated(token_ids, params, self.info.max_model_len)
@@ -241,7 +265,7 @@ class Intake:
         token_ids: those of the prompt's text.
 
         Raises:
-            ContextLengthError: it has more tokens than the model takes. And as `MediaIntake.place`.
+            ContextLengthError: it has more tokens than the model takes. And as `MediaPlacer.place`.
         """
         assert self.media is not None  # `check_keys` has refused media else
         salt = salt_of(prompt)
@@ -283,8 +307,8 @@ class Intake:
         if isinstance(prompt, Mapping):
             check_keys(prompt, takes_media=self.media is not None)
             if prompt.get(EMBEDS_KEY) is not None:
-                raise ValueError(
-                    f"{EMBEDS_KEY}: {NO_TOKENS}, which are needed here: give it as text or token ids"
+                raise FieldValueError(
+                    EMBEDS_KEY, f": {NO_TOKENS}, which are needed here: give it as text or token ids"
                 )
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and token_ids is None:
@@ -296,15 +320,17 @@ class Intake:
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text of a prompt must be a string, got {type(text).__name__}")
         if token_ids is None and text is not None:
-            token_ids = self._encode(text, truncates, adapter, special)
+            token_ids = self._encode(text, truncates, adapter, special, salt_of(prompt))
         return self._checked(token_ids, truncates, adapter), text
 
-    def _encode(self, text: str, truncates: bool, adapter: UsedAdapter | None, special: bool) -> list[int]:
+    def _encode(
+        self, text: str, truncates: bool, adapter: UsedAdapter | None, special: bool, salt: str | None
+    ) -> list[int]:
         tokenizer = self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
         if tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
         try:
-            return encode_within(tokenizer, text, self.info.max_model_len, special, truncates)
+            return encode_within(tokenizer, text, self.info.max_model_len, special, truncates, salt)
         except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
             raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
 
@@ -336,21 +362,21 @@ class Intake:
         elif isinstance(params, SamplingParams):
             params = params.clone()
         else:
-            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+            raise FieldTypeError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             check_vocabulary(name, getattr(params, name) or (), self.info.vocab_size)
         if (params.best_of or 0) > params.n and not params.use_beam_search:
             choose_among(params)
         if params.n > self.info.max_n:
-            raise ValueError(f"n={params.n} is over this engine's limit of {self.info.max_n}")
+            raise FieldValueError("n", f"={params.n} is over this engine's limit of {self.info.max_n}")
         check_processors(params.logits_processors or (), self.info.logits_processors)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name), params.processed_logprobs)
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: they are searched for in the text")
+            raise FieldValueError("stop", "strings need a tokenizer: they are searched for in the text")
         if params.bad_words:
             if self.tokenizer is None:
-                raise ValueError("bad_words need a tokenizer")
+                raise FieldValueError("bad_words", "need a tokenizer")
             words = [ids for word in params.bad_words for ids in spellings(self.tokenizer, word)]
             params.bad_words_token_ids = words + (params.bad_words_token_ids or [])
             check_logit_edits(params.n, params.num_logit_edits)
@@ -377,9 +403,10 @@ class Intake:
                 f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one",
             )
         if params.min_tokens > room:
-            raise ValueError(
-                f"min_tokens={params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves room for "
-                f"{room}: max_model_len is {limit}"
+            raise FieldValueError(
+                "min_tokens",
+                f"={params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves room for "
+                f"{room}: max_model_len is {limit}",
             )
         if params.max_tokens is None or params.max_tokens > room:
             params = copy.copy(params)
@@ -411,7 +438,9 @@ def prompts_of(prompts: Any) -> list[PromptType]:
     if isinstance(prompts, (str, Mapping)):
         return [prompt]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
+        raise FieldTypeError(
+            "prompts", f"must be a prompt or a list of prompts, got {type(prompts).__name__}"
+        )
     parts: list[Any] = list(prompts)
     if parts and all(is_int(part) for part in parts):
         return [parts]
@@ -430,7 +459,9 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: i
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
-        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {quoted(params)}")
+        raise FieldTypeError(
+            "sampling_params", f"must be SamplingParams or a list of them, got {quoted(params)}"
+        )
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
     return list(params)
@@ -462,7 +493,7 @@ def check_keys(prompt: Mapping[str, Any], takes_media: bool = False) -> None:
         if reason is None:
             raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *MEDIA_KEYS, *NOT_SUPPORTED)))
         if value is not None and not (isinstance(value, (Mapping, list)) and not value):
-            raise ValueError(f"{name}: {reason}")
+            raise FieldValueError(name, f": {reason}")
 
 
 def generated(prompt: Any) -> list[list[int]] | None:
@@ -478,12 +509,15 @@ def in_tokens(marks: ThinkingMarks, tokenizer: Tokenizer | None) -> ThinkingMark
         ValueError: there is no tokenizer, or the closing mark is several tokens.
     """
     if tokenizer is None:
-        raise ValueError("thinking_token_budget needs a tokenizer")
+        raise FieldValueError("thinking_token_budget", "needs a tokenizer")
     opening, closing = tokenizer.encode_batch([marks.open, marks.close], add_special_tokens=False)
     if len(closing) != 1:
-        raise ValueError(
-            f"thinking_token_budget: {quoted(marks.close)} is {len(closing)} tokens of this model, and only a mark "
-            "that is one token can be told from other text for sure; limit max_tokens instead"
+        raise FieldValueError(
+            "thinking_token_budget",
+            f": {quoted(marks.close)} is {len(closing)} tokens of this model, and only a mark "
+            "that is one token can be told from other text for sure; limit ",
+            Field("max_tokens"),
+            " instead",
         )
     return msgspec.structs.replace(marks, open_ids=opening, close_id=closing[0])
 
@@ -503,7 +537,7 @@ def salt_of(prompt: PromptType) -> str | None:
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt == "":
-        raise ValueError("cache_salt must not be empty")
+        raise FieldValueError("cache_salt", "must not be empty")
     return None if salt is None else check_string("cache_salt", salt, NAME)
 
 
@@ -526,7 +560,7 @@ def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> No
     ids = token_ids if isinstance(token_ids, list) else list(token_ids)
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise ValueError(f"{name} has token id {wrong}, outside the vocabulary of {vocab_size}")
+        raise FieldValueError(name, f"has token id {wrong}, outside the vocabulary of {vocab_size}")
 
 
 def is_int(value: Any) -> bool:

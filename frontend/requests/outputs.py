@@ -36,9 +36,13 @@ from pagewire.ipc.errors import (
     EngineStalledError,
     RequestCrashedEngineError,
     RequestError,
+    WeightsChangedError,
+    error_place,
     error_text,
     error_type,
+    received_error,
 )
+from pagewire.ipc.wire.items import RetainedPrefix
 from pagewire.ipc.wire.messages import Abort, Deltas, Request, RequestTiming, TokenDelta
 from pagewire.ipc.wire.params import RequestOutputKind
 from pagewire.ipc.wire.thinking import finish_of
@@ -46,8 +50,8 @@ from pagewire.ipc.wire.thinking import finish_of
 logger = logging.getLogger("pagewire.frontend")
 
 # Exceptions with these names are raised to the caller as such, others as RequestError.
-REFUSALS: dict[str, type[Exception]] = {
-    kind.__name__: kind
+REFUSALS = {
+    kind.__name__
     for kind in (
         ValueError,
         TypeError,
@@ -57,6 +61,7 @@ REFUSALS: dict[str, type[Exception]] = {
         EngineDeadError,
         RequestCrashedEngineError,
         AdapterCrashedWorkerError,
+        WeightsChangedError,
     )
 }
 
@@ -101,6 +106,9 @@ class CompletionOutput:
         lora_request: the adapter used.
         thinking_finish_reason: with `thinking_token_budget`, at the end of the output: "budget" if the reasoning
             ended because its budget was spent, "stop" if the model ended it; None if it never ended.
+        weights_versions: which weights gave its tokens, if the engine's were changed (`LLM.update_weights`): the
+            index of an output token, and the version from that one on. Before the first, and if it is empty, the
+            weights are those that the engine has started with.
     """
 
     index: int
@@ -112,6 +120,12 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
     thinking_finish_reason: str | None = None
+    weights_versions: Sequence[tuple[int, str]] = ()
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the weights that gave its last token; empty: those that the engine has started with."""
+        return self.weights_versions[-1][1] if self.weights_versions else ""
 
     def finished(self) -> bool:
         """Return True once the output has ended."""
@@ -130,6 +144,7 @@ class RequestOutput:
         finished: all outputs have ended.
         metrics: times of the request.
         num_cached_tokens: prompt tokens whose KV was in the prefix cache.
+        retained: what became of each `cache_retention` of the prompt, in order.
         lora_request: the adapter used.
         encoder_prompt, encoder_prompt_token_ids: what the encoder of an encoder-decoder reads; None of other
             models. prompt and prompt_token_ids are then the decoder's.
@@ -148,6 +163,11 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    retained: Sequence[RetainedPrefix] = ()
+
+    def best(self, num: int) -> list[CompletionOutput]:
+        """Return the `num` outputs with the highest log probability per token, best first."""
+        return best_outputs(self.outputs, num)
 
 
 class BatchError(RequestError):
@@ -200,6 +220,7 @@ class OutputState:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.weights_versions: tuple[tuple[int, str], ...] = ()
         self.changed = False
         self._delta = params.output_kind is RequestOutputKind.DELTA
         self._flat = params.flat_logprobs
@@ -230,6 +251,8 @@ class OutputState:
     def apply(self, delta: TokenDelta, texts: TokenTexts) -> bool:
         """Add a delta. Returns True if a stop string ends the output, which the core does not know."""
         self.changed = True
+        if delta.weights:
+            self._note_versions(delta.weights)
         token_ids, stop = delta.token_ids, None
         if self._detokenizer is not None:
             hidden = delta.finish_reason == "stop" and self._ends_hidden(token_ids)
@@ -245,6 +268,13 @@ class OutputState:
         elif delta.finish_reason is not None or delta.error is not None:
             self.end(delta.finish_reason or "error", delta.stop_reason)
         return stop is not None and delta.finish_reason is None
+
+    def _note_versions(self, versions: Sequence[tuple[int, str]]) -> None:
+        """Add which weights gave the tokens; a core that took the request over does not know of those before."""
+        first = versions[0][0]
+        earlier = (span for span in self.weights_versions if span[0] < first)
+        known = (*earlier, *versions)
+        self.weights_versions = known if any(name for _, name in known) else ()
 
     def _ends_hidden(self, token_ids: Sequence[int]) -> bool:
         """Return True if the last token, which ended the output, is a special one that is not part of the text."""
@@ -284,6 +314,7 @@ class OutputState:
             self.stop_reason,
             self._lora_request,
             None if self.finish_reason is None else self._thinking_finish_reason(),
+            self.weights_versions,
         )
 
     def _thinking_finish_reason(self) -> str | None:
@@ -301,6 +332,7 @@ class RequestState:
         request: the request as sent to the core. key: its number in the frontend. request_id: the caller's id.
         error: message of the failure of an output; None if none failed.
         error_type: name of the exception with which the request was refused or ended; else None.
+        error_place: the field that the error is about; else None.
         num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
         adapter_content: sha256 of its adapter's content; empty until it is known.
 
@@ -345,9 +377,11 @@ class RequestState:
         self.key, self.request_id = request.key, request.request_id
         self.error: str | None = None
         self.error_type: str | None = None
+        self.error_place: str | None = None
         self.num_prompt_logprobs = 0
         self.adapter_content = b""
         self._num_cached_tokens: int | None = None
+        self._retained: Sequence[RetainedPrefix] = ()
         self._metrics = RequestMetrics(arrival_time=time.time() - request.age)
 
     @property
@@ -387,7 +421,9 @@ class RequestState:
 
     def exception(self) -> Exception:
         """Return the exception for the caller: of the type `error_type` if it is a known one, else RequestError."""
-        return REFUSALS.get(self.error_type or "", RequestError)(self.error)
+        if self.error_type not in REFUSALS:
+            return RequestError(self.error)
+        return received_error(self.error or "", self.error_type, self.error_place)
 
     def append(self, token_id: int, now: float) -> bool:
         """Add a token of the first output, with which nothing else came; as `apply`.
@@ -420,6 +456,8 @@ class RequestState:
             self._keep_logprobs(delta)
         if delta.num_cached_tokens is not None and self._num_cached_tokens is None:
             self._num_cached_tokens = max(0, delta.num_cached_tokens - self._num_virtual_tokens)
+        if delta.retained:
+            self._retained = delta.retained
         if delta.adapter:
             self.adapter_content = delta.adapter
         drop = False
@@ -427,7 +465,7 @@ class RequestState:
             drop = output.apply(delta, self._texts)
             self._num_live -= output.finish_reason is not None
         if self.error is None and delta.error is not None:
-            self.error, self.error_type = delta.error, delta.error_type
+            self.error, self.error_type, self.error_place = delta.error, delta.error_type, delta.error_place
         if delta.num_drafts:
             self._metrics.num_draft_tokens += delta.num_drafts
             self._metrics.num_accepted_tokens += delta.num_accepted
@@ -460,6 +498,7 @@ class RequestState:
         """End all running outputs with an error, for example because the core is lost. Never raises."""
         if self.error is None:
             self.error, self.error_type = error_text(error), error_type(error)
+            self.error_place = error_place(error)
         for output in self._outputs:
             if output.finish_reason is None:
                 output.fail()
@@ -490,6 +529,7 @@ class RequestState:
             None if self._source is None else self._source.text,
             None if self._source is None else self._source.token_ids,
             self._num_cached_tokens,
+            retained=self._retained,
         )
 
     def _take_prompt_logprobs(self, taken: PromptLogprobs) -> PromptLogprobs | None:

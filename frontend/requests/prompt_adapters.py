@@ -1,39 +1,21 @@
 """Prompt adapters: embeddings that PEFT has learned, before a prompt.
 
-They are read in the frontend and go with each request, mostly some hundred kilobytes; the core keeps one copy, and
-their keys and values are in the prefix cache by the name of their content. So the second request with an adapter
-computes nothing for its full blocks.
+They are read in the frontend (`learned_prompts.py`) and go with each request, mostly some hundred kilobytes; the
+core keeps one copy, and their keys and values are in the prefix cache by the name of their content. So the second
+request with an adapter computes nothing for its full blocks.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pagewire.frontend.requests.safetensors import read_tensors
 from pagewire.ipc.bounds import check_int
-from pagewire.ipc.files.hub import read_json
+from pagewire.ipc.errors import FieldTypeError, FieldValueError
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.embeddings import PLACEHOLDER, EmbeddingsInfo, check_embeddings, media_of
+from pagewire.ipc.wire.embeddings import PLACEHOLDER
 from pagewire.ipc.wire.items import Media, Prompt
-
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-TENSOR = "prompt_embeddings"
-MAX_FILE_BYTES = 1 << 27
-LEARNED_PROMPTS = ("PROMPT_TUNING", "P_TUNING")  # PEFT saves the result of P_TUNING's encoder
-TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
-OTHER_KINDS = {
-    "PREFIX_TUNING": "it has keys and values for each layer, and no embeddings that could stand before a prompt: "
-    "train with PROMPT_TUNING or P_TUNING",
-    "MULTITASK_PROMPT_TUNING": "its embeddings depend on the task of each input: train with PROMPT_TUNING",
-    "LORA": "it changes the model's weights: give it as lora_request",
-}
 
 
 class PromptAdapterRequest(msgspec.Struct, frozen=True):
@@ -56,9 +38,9 @@ class PromptAdapterRequest(msgspec.Struct, frozen=True):
         for name in ("prompt_adapter_name", "prompt_adapter_local_path"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, got {quoted(value)}")
+                raise FieldTypeError(name, f"must be a string, got {quoted(value)}")
             if not value:
-                raise ValueError(f"{name} must not be empty")
+                raise FieldValueError(name, "must not be empty")
         check_int("prompt_adapter_id", self.prompt_adapter_id, 1)
         check_int("prompt_adapter_num_virtual_tokens", self.prompt_adapter_num_virtual_tokens, 0)
 
@@ -82,143 +64,10 @@ class PromptAdapter(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(prompt, token_ids=token_ids, media=[*self.media, *later])
 
 
-class PromptAdapters:
-    """The prompt adapters that a frontend keeps in memory, those used last. Thread-safe.
-
-    One whose files have changed is read again.
-    """
-
-    def __init__(self, info: EmbeddingsInfo) -> None:
-        self._info = info
-        self._kept: OrderedDict[tuple[Any, ...], PromptAdapter] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, request: PromptAdapterRequest) -> PromptAdapter:
-        """The adapter of a request.
-
-        Raises:
-            ValueError: the engine takes none, or this one cannot be served; the text says why.
-            TypeError: it is no `PromptAdapterRequest`.
-        """
-        if not isinstance(request, PromptAdapterRequest):
-            raise TypeError(
-                f"prompt_adapter_request must be a PromptAdapterRequest, got {type(request).__name__}"
-            )
-        if not self._info.adapters:
-            raise ValueError(
-                "prompt_adapter_request: this engine takes no prompt adapters: start it with "
-                "enable_prompt_adapter=True (--enable-prompt-adapter)"
-            )
-        adapter = self._read(request)
-        given, found = request.prompt_adapter_num_virtual_tokens, adapter.num_virtual_tokens
-        if given not in (0, found):
-            raise ValueError(
-                f"prompt_adapter_num_virtual_tokens={given}, but the prompt adapter {quoted(request.name)} has "
-                f"{found} virtual tokens"
-            )
-        return adapter
-
-    def named(self, options: Sequence[str], taken: Sequence[str]) -> dict[str, PromptAdapterRequest]:
-        """The adapters that a server's options give as NAME=FOLDER, by name. taken: names that they must not have.
-
-        Raises:
-            ValueError: an option is malformed, a name is given twice, or an adapter cannot be served.
-        """
-        requests: dict[str, PromptAdapterRequest] = {}
-        for number, option in enumerate(options, 1):
-            name, found, folder = option.partition("=")
-            if not (name and found and folder):
-                raise ValueError(f"prompt_adapters must be NAME=FOLDER, got {quoted(option)}")
-            if name in requests or name in taken:
-                raise ValueError(f"prompt_adapters: the name {quoted(name)} is given twice")
-            request = PromptAdapterRequest(name, number, folder)
-            requests[name] = msgspec.structs.replace(
-                request, prompt_adapter_num_virtual_tokens=self.get(request).num_virtual_tokens
-            )
-        return requests
-
-    def _read(self, request: PromptAdapterRequest) -> PromptAdapter:
-        folder = Path(request.prompt_adapter_local_path)
-        key: tuple[Any, ...]
-        try:
-            key = (str(folder), *(signature(folder / name) for name in (CONFIG, WEIGHTS)))
-        except OSError:
-            key = (str(folder), None)
-        with self._lock:
-            if (kept := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return kept
-        try:
-            embeddings = read_adapter(folder, self._info)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"the prompt adapter {quoted(request.name)} cannot be used: {error}") from error
-        adapter = PromptAdapter(tuple(media_of(embeddings)), embeddings.shape[0])
-        with self._lock:
-            self._kept[key] = adapter
-            while len(self._kept) > self._info.max_adapters:
-                self._kept.popitem(last=False)
-        return adapter
-
-
-def signature(path: Path) -> tuple[int, int, int]:
-    """What changes when a file is replaced or written. Raises OSError."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def read_adapter(folder: Path, info: EmbeddingsInfo) -> Tensor:
-    """The embeddings [number of virtual tokens, E] of an adapter, checked.
-
-    Raises:
-        ValueError: it is none that can be served. OSError: a file cannot be read.
-    """
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"there is no {CONFIG} in {str(folder)!r}")
-    config = read_json(folder / CONFIG)
-    check_config(config)
-    path = folder / WEIGHTS
-    if not path.is_file():
-        reason = f"there is no {WEIGHTS} in {str(folder)!r}"
-        if (folder / PICKLE).is_file():
-            reason += f"; {PICKLE} is a pickle, which can run code and is not read: save it with PEFT again"
-        raise ValueError(reason)
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{WEIGHTS} is over {MAX_FILE_BYTES} bytes")
-    tensors = read_tensors(WEIGHTS, path.read_bytes())
-    if others := sorted(set(tensors) - {TENSOR}):
-        raise ValueError(f"{WEIGHTS} has other weights than {TENSOR}: {quoted(others)}")
-    if TENSOR not in tensors:
-        raise ValueError(f"{WEIGHTS} has no {TENSOR}")
-    embeddings = tensors[TENSOR]
-    check_embeddings(TENSOR, embeddings, info.size)
-    num_tokens, most = embeddings.shape[0], info.max_adapter_tokens
-    if config.get("num_virtual_tokens") not in (None, num_tokens):
-        raise ValueError(
-            f"it has {num_tokens} virtual tokens, but {CONFIG} says {quoted(config['num_virtual_tokens'])}"
-        )
-    if most and num_tokens > most:
-        raise ValueError(f"its {num_tokens} virtual tokens are over max_prompt_adapter_token={most}")
-    return embeddings
-
-
-def check_config(config: dict[str, Any]) -> None:
-    """Check that the settings of an adapter are those of embeddings before a prompt; raises ValueError."""
-    kind, task = config.get("peft_type"), config.get("task_type")
-    if kind not in LEARNED_PROMPTS:
-        reason = (
-            OTHER_KINDS.get(kind, "it is no prompt adapter") if isinstance(kind, str) else "it has no type"
-        )
-        raise ValueError(f"peft_type {quoted(kind)}: {reason}")
-    if task not in TASKS:
-        raise ValueError(f"task_type {quoted(task)}: only adapters that generate text (CAUSAL_LM) are served")
-    if config.get("num_transformer_submodules") not in (None, 1):
-        raise ValueError("it has embeddings for an encoder and a decoder, and this model is a decoder")
-
-
 def refuse_adapter(request: Any) -> None:
     """Refuse a prompt adapter with a prompt that is pooled; raises ValueError."""
     if request is not None:
-        raise ValueError(
-            "prompt_adapter_request is for requests that generate: a pooled result would be one of the virtual "
-            "tokens, too"
+        raise FieldValueError(
+            "prompt_adapter_request",
+            "is for requests that generate: a pooled result would be one of the virtual tokens, too",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.files.safetensors import LENGTH_BYTES, TensorEntry, parse_header
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.codec import Tensor
@@ -27,18 +28,19 @@ def read_tensors(name: str, data: bytes) -> dict[str, Tensor]:
         ValueError: it is none, is damaged, or has tensors of other dtypes.
     """
     if data.startswith(PICKLES) and not _has_header(data):
-        raise ValueError(
-            f"{name}: this is a file of torch.save, a pickle, which can run code and is not read: use "
-            "safetensors.torch.save (or save_file)"
+        raise FieldValueError(
+            name,
+            ": this is a file of torch.save, a pickle, which can run code and is not read: use "
+            "safetensors.torch.save (or save_file)",
         )
     if not _has_header(data):
-        raise ValueError(f"{name}: this is no safetensors file")
+        raise FieldValueError(name, ": this is no safetensors file")
     begin = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
     try:
         entries = parse_header(data[LENGTH_BYTES:begin], len(data) - begin)
         return {key: _tensor(key, entry, data, begin) for key, entry in entries}
     except ValueError as error:
-        raise ValueError(f"{name}: the safetensors file is damaged: {error}") from None
+        raise FieldValueError(name, f": the safetensors file is damaged: {error}") from None
 
 
 def _has_header(data: bytes) -> bool:

@@ -22,7 +22,7 @@ Tokenize = Callable[[PromptType, bool], tuple[list[int], str | None]]
 """Token ids and text of a prompt; False: without the tokens that a tokenizer puts around texts."""
 Hear = Callable[[Mapping[str, Any]], "list[Decoded]"]
 """The sounds of a prompt, fetched and decoded."""
-HEARD = ("multi_modal_data", "multi_modal_uuids", "cache_salt")
+HEARD = ("multi_modal_data", "multi_modal_uuids", "cache_salt", "cache_retention")
 ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
 
 

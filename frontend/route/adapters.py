@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.core.client import CoreClient
+from pagewire.frontend.client import CoreClient
 from pagewire.frontend.route.replica import Replica
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 from pagewire.ipc.wire.lora import AdapterSource

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from itertools import compress
 from typing import Any
 
-from pagewire.frontend.core.client import CoreClient
+from pagewire.frontend.client import CoreClient
 from pagewire.frontend.route.adapters import RouterAdapters
 from pagewire.frontend.route.ledger import Ledger, Work
 from pagewire.frontend.route.members import Members

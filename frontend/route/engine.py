@@ -6,10 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.core.connection import Owner
-from pagewire.frontend.core.session import Session
-from pagewire.frontend.media.access import MediaAccess
+from pagewire.frontend.client import AsyncLLM, MediaAccess, Owner, Session
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running

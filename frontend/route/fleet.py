@@ -19,8 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from pagewire.frontend.core.connection import Owner
-from pagewire.frontend.core.spawn import SpawnedCore
+from pagewire.frontend.client import CoreProcess, Owner
 from pagewire.frontend.route.dispatcher import Dispatcher, OneCore
 from pagewire.frontend.route.gathering import Answers, checked, gather, merged
 from pagewire.frontend.route.members import Members, check_same
@@ -49,7 +48,7 @@ class Fleet:
         EngineDeadError: no core answers. ValueError: two serve different models. And as `CoreSource.connect`.
     """
 
-    spawned: SpawnedCore | None = None  # as a `CoreConnection` has it; several are not one
+    spawned: CoreProcess | None = None  # as a `Supervisor` has it; several are not one
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from pagewire.frontend.core.connection import CoreConnection
+from pagewire.frontend.client import Supervisor
 from pagewire.frontend.route.replica import CorePlace, Replica, ReplicaListener, ReplicaState
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.wire.messages import EngineInfo
@@ -160,7 +160,7 @@ class Members:
             if replica.state is ReplicaState.JOINING:
                 self._closing.wait(RETRY_SECONDS)
 
-    def _welcome(self, replica: Replica, connection: CoreConnection) -> None:
+    def _welcome(self, replica: Replica, connection: Supervisor) -> None:
         """Take a core that was reached.
 
         Raises:

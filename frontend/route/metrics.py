@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
-from pagewire.frontend.core.metrics import read_metrics
+from pagewire.frontend.client import read_metrics
 from pagewire.frontend.route.dispatcher import Dispatcher
 from pagewire.frontend.route.replica import Replica, ReplicaState
 from pagewire.ipc.errors import ProtocolError

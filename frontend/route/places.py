@@ -6,8 +6,7 @@ import dataclasses
 import math
 import os
 
-from pagewire.frontend.core.core_source import RunningCores, longest_silence
-from pagewire.frontend.core.spawned_cores import SpawnedCores
+from pagewire.frontend.client import RunningCores, SpawnedCores, longest_silence
 from pagewire.frontend.route.replica import CorePlace
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.sockets import CurveKeys, check_address

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from pagewire.frontend.core.client import CoreClient
-from pagewire.frontend.core.connection import CoreConnection, EngineClient
-from pagewire.frontend.core.core_source import CoreSource
+from pagewire.frontend.client import CoreClient, CoreSource, EngineClient, Supervisor
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 from pagewire.ipc.wire.messages import Blocks, Deltas, Request
 
@@ -65,7 +63,7 @@ class Placement:
 
 
 class ReplicaListener(Protocol):
-    """Receives what happens on the connections of a router, on the threads that `connection.Owner` names."""
+    """Receives what happens on the connections of a router, on the threads that `supervisor.Owner` names."""
 
     def take_deltas(self, replica: Replica, deltas: Deltas) -> None:
         """New output."""
@@ -109,7 +107,7 @@ class Replica:
         self.number, self.place = number, place
         self.state = ReplicaState.JOINING
         self.problem: Exception | None = None
-        self.connection: CoreConnection | None = None
+        self.connection: Supervisor | None = None
         self.num_waiting = self.num_running = self.num_placed = self.num_moved = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.busy_until = 0.0
@@ -131,13 +129,13 @@ class Replica:
             raise EngineDeadError(f"{self.place.label} was not reached yet")
         return self.connection.client
 
-    def connect(self) -> CoreConnection:
+    def connect(self) -> Supervisor:
         """Attach to the core, and wait until it is ready, and has answered a call.
 
         Raises:
             as `CoreSource.connect`, and `prove`.
         """
-        connection = CoreConnection(self.place.source, self, self._take_blocks)
+        connection = Supervisor(self.place.source, self, self._take_blocks)
         try:
             self.prove(connection.client)
         except BaseException:
@@ -184,7 +182,7 @@ class Replica:
         if self.next_blocks is None:  # the beginning of the snapshot was lost: what comes next is a gap
             self.next_blocks = 0
 
-    # -------------------------------------------------------------- as `connection.Owner` says
+    # -------------------------------------------------------------- as `supervisor.Owner` says
 
     def take_deltas(self, deltas: Deltas) -> None:
         """New output."""

@@ -1,37 +1,28 @@
 """The server as an ASGI application: middleware and routes.
 
 request id --> count --> Host and Origin --> CORS --> API key --> the user's middleware --> routes
+
+It knows no API: `wiring.py` chooses those that it serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.routing import Route, WebSocketRoute
 
-from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.server import models
-from pagewire.frontend.server.anthropic import routes as anthropic
-from pagewire.frontend.server.audio import routes as audio
-from pagewire.frontend.server.demonstration import routes as demonstration
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import on_error, on_http_error
 from pagewire.frontend.server.http.middleware import middleware
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.traffic import Traffic
-from pagewire.frontend.server.ollama import routes as ollama
-from pagewire.frontend.server.openai import chat, completions, tokenization
-from pagewire.frontend.server.operate import admin, cores, monitoring, served
-from pagewire.frontend.server.page import page_routes
-from pagewire.frontend.server.pooling import routes as pooling
-from pagewire.frontend.server.responses import routes as responses
 from pagewire.frontend.server.serving.answer_memory import AnswerMemory
-from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.server.serving.service import Services
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 from pagewire.ipc.wire.budget import MAX_OPEN_POOLED_BYTES
 
@@ -45,50 +36,35 @@ HANDLED = (
     msgspec.MsgspecError,
     Exception,
 )
-MODULES = (
-    completions,
-    chat,
-    responses,
-    anthropic,
-    ollama,
-    demonstration,
-    pooling,
-    audio,
-    models,
-    tokenization,
-    monitoring,
-    served,
-    admin,
-    cores,
-)
 
 
-def create_app(
-    engine: AsyncLLM, options: ServerOptions | None = None, others: Sequence[AsyncLLM] = ()
+def open_app(
+    services: Services,
+    operations: Sequence[Operation],
+    sockets: Sequence[WebSocketRoute] = (),
+    files: Sequence[Route] = (),
+    hidden: Mapping[str, str] | None = None,
 ) -> Starlette:
-    """Return the application. The engines belong to the caller and are not shut down with the application.
+    """Return the application that serves models.
 
-    others: engines of further models; a request's `model` says which one it is for.
+    operations: of all APIs. sockets: routes of WebSockets, which an OpenAPI document cannot have. files: routes of
+    files, which need no key, and are not in the OpenAPI document either. hidden: by paths that are served only
+    with an option, that option.
 
     Raises:
-        ValueError, TypeError: an option is bad, a middleware cannot be imported, or two models have one name.
+        ValueError, TypeError: a middleware cannot be imported.
     """
-    options = options or ServerOptions()
-    options.check()
-    service = Service(engine, options, others)
-    priorities = any(served.info.by_priority for served in service.all)
-    routes: list[Operation] = [route for module in MODULES for route in module.routes(service)]
-    routes.append(openapi.document_route(routes, service.options))
+    options = services.options
+    routes = [*operations, openapi.document_route(operations, options)]
     app = Starlette(
-        routes=[*routes, *page_routes()],
-        middleware=middleware(options, priorities=priorities),
+        routes=[*routes, *sockets, *files],
+        middleware=middleware(options, {route.path for route in files}, priorities=services.by_priority),
         exception_handlers={HTTPException: on_http_error, **dict.fromkeys(HANDLED, on_error)},
     )
     app.router.redirect_slashes = False  # a path with an additional slash is an unknown path
-    app.state.service = service
+    app.state.service = services
     served_paths = {route.path for route in routes}
-    hidden = [route.path for route in admin.operations() if route.path not in served_paths]
-    app.state.hidden_paths = dict.fromkeys(hidden, "--enable-admin")
+    app.state.hidden_paths = {path: name for path, name in (hidden or {}).items() if path not in served_paths}
     app.state.traffic = Traffic()
     app.state.answer_memory = AnswerMemory(MAX_OPEN_POOLED_BYTES)
     app.state.incoming_bodies = IncomingBodies(LARGE_BODIES * options.max_request_bytes)

@@ -21,9 +21,9 @@ from pagewire.frontend.server.http.api_shapes import ANTHROPIC, shape_of
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query, number
-from pagewire.frontend.server.openai.models import card
+from pagewire.frontend.server.openai.models import card, cards_of
 from pagewire.frontend.server.openai.protocol import ModelCard, ModelList
-from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.server.serving.service import Services
 
 LIMIT = Query("limit", Limit, f"Anthropic's: most models of a page; {DEFAULT_LIMIT} by default")
 PAGE = (
@@ -33,11 +33,11 @@ PAGE = (
 )
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes of the endpoint."""
 
     async def list_models(request: Request) -> Response:
-        cards = [card(served, name) for served in service.all for name in served.all_names]
+        cards = cards_of(services)
         if shape_of(request.scope) is not ANTHROPIC:
             return json_response(ModelList(cards))
         check_version(request.headers)
@@ -45,7 +45,7 @@ def routes(service: Service) -> list[Operation]:
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["model"]
-        found = card(service.of(name), name)
+        found = found_card(services, name)
         if shape_of(request.scope) is not ANTHROPIC:
             return json_response(found)
         check_version(request.headers)
@@ -70,3 +70,13 @@ def routes(service: Service) -> list[Operation]:
             others=(MessageModel,),
         ),
     ]
+
+
+def found_card(services: Services, name: str) -> ModelCard:
+    """Return the description of a name; of a model that is loaded on demand, also if it is not loaded.
+
+    Raises:
+        APIError: there is no model with that name.
+    """
+    cards = {found.id: found for found in cards_of(services)} if services.entries else {}
+    return cards.get(name) or card(services.of(name), name)

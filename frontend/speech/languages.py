@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagewire.ipc.bounds import unknown_name
+from pagewire.ipc.errors import FieldValueError
 
 LANGUAGES = {
     "en": "english",
@@ -135,5 +136,5 @@ def language_code(given: str) -> str:
     if name in LANGUAGES:
         return name
     if name not in CODES:
-        raise ValueError(f"language: {unknown_name('language', given, [*LANGUAGES, *CODES])}")
+        raise FieldValueError("language", f": {unknown_name('language', given, [*LANGUAGES, *CODES])}")
     return CODES[name]

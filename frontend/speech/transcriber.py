@@ -22,8 +22,11 @@ from pagewire.frontend.speech.segments import (
     compression_ratio,
     divide,
 )
+from pagewire.frontend.speech.transcript import DurationUsage, VerboseTranscription, joined
 from pagewire.frontend.speech.vocabulary import SpeechVocabulary
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.errors import FieldValueError
+from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -95,7 +98,29 @@ class Transcriber:
             given = tokenizer.encode(f" {end}", add_special_tokens=False)
             self._history = [token_id for token_id in given if token_id < vocabulary.rules.end]
         if self._history and vocabulary.previous is None:
-            raise ValueError("prompt: the model has no token for earlier text")
+            raise FieldValueError("prompt", ": the model has no token for earlier text")
+
+    @classmethod
+    def of(
+        cls, info: EngineInfo, tokenizer: Tokenizer | None, params: TranscriptionParams, generate: Generate
+    ) -> Transcriber:
+        """That of an engine.
+
+        Raises:
+            ValueError: its model does not hear, or as the class.
+        """
+        vocabulary = SpeechVocabulary.of(info, tokenizer)
+        assert info.source is not None and tokenizer is not None, "there is a vocabulary"
+        return cls(vocabulary, tokenizer, info.source.max_target_tokens, params, generate)
+
+    async def transcribe(self, recording: Recording) -> VerboseTranscription:
+        """Transcribe a whole recording."""
+        segments = [part async for found in self.segments(recording) for part in found]
+        language = "en" if self.task == "translate" else await self.detect(recording)
+        usage = DurationUsage(recording.seconds)
+        return VerboseTranscription(
+            self.task, LANGUAGES[language], recording.seconds, joined(segments), segments, usage
+        )
 
     async def detect(self, recording: Recording) -> str:
         """The code of the recording's language: the given one, or that of its first window."""
@@ -233,10 +258,10 @@ def checked_language(vocabulary: SpeechVocabulary, params: TranscriptionParams) 
     code = None if params.language is None else language_code(params.language)
     if not vocabulary.languages:
         if params.task != "transcribe" or code not in (None, "en"):
-            raise ValueError("language: this model knows English only, and does not translate")
+            raise FieldValueError("language", ": this model knows English only, and does not translate")
         return "en"
     if params.task not in vocabulary.tasks:
         raise ValueError(f"this model has no token for the task {params.task!r}")
     if code is not None and code not in vocabulary.languages:
-        raise ValueError(f"language: this model does not know {LANGUAGES[code]}")
+        raise FieldValueError("language", f": this model does not know {LANGUAGES[code]}")
     return code

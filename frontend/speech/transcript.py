@@ -6,11 +6,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from pagewire.frontend.speech.languages import LANGUAGES
-from pagewire.frontend.speech.recording import Recording
 from pagewire.frontend.speech.segments import TranscriptionSegment
 from pagewire.frontend.speech.subtitles import srt, vtt
-from pagewire.frontend.speech.transcriber import Transcriber
 
 TranscriptFormat: TypeAlias = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
@@ -42,28 +39,17 @@ class VerboseTranscription(msgspec.Struct):
     segments: list[TranscriptionSegment]
     usage: DurationUsage
 
-
-async def transcribe(transcriber: Transcriber, recording: Recording) -> VerboseTranscription:
-    """Transcribe a whole recording."""
-    segments = [part async for found in transcriber.segments(recording) for part in found]
-    task = transcriber.task
-    language = "en" if task == "translate" else await transcriber.detect(recording)
-    seconds = recording.seconds
-    text = joined(segments)
-    return VerboseTranscription(task, LANGUAGES[language], seconds, text, segments, DurationUsage(seconds))
+    def encode(self, form: TranscriptFormat) -> bytes | str:
+        """Return it in a format: bytes of JSON, or plain text."""
+        if form == "verbose_json":
+            return msgspec.json.encode(self)
+        if form == "json":
+            return msgspec.json.encode(Transcription(self.text, self.usage))
+        if form == "srt":
+            return srt(self.segments)
+        return vtt(self.segments) if form == "vtt" else self.text + "\n"
 
 
 def joined(segments: list[TranscriptionSegment]) -> str:
     """The text of segments, without space around it."""
     return "".join(segment.text for segment in segments).strip()
-
-
-def written(transcript: VerboseTranscription, form: TranscriptFormat) -> bytes | str:
-    """A transcription in a format: bytes of JSON, or plain text."""
-    if form == "verbose_json":
-        return msgspec.json.encode(transcript)
-    if form == "json":
-        return msgspec.json.encode(Transcription(transcript.text, transcript.usage))
-    if form == "srt":
-        return srt(transcript.segments)
-    return vtt(transcript.segments) if form == "vtt" else transcript.text + "\n"

@@ -11,12 +11,14 @@ from typing import Any, Literal, TypeAlias
 
 from pagewire.frontend.media.keys import NOT_TAKEN
 from pagewire.frontend.media.parts import take_media
-from pagewire.frontend.text.conversation import Conversation, Rendered, compile_template, render_source
+from pagewire.frontend.text.conversation import Conversation, Rendered, compile_template
 from pagewire.frontend.text.length import encode_within
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.frontend.text.render_process import render_confined
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.frontend.text.tool_prompts import render_prompted
 from pagewire.ipc.compatibility import warn_once
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.media import MediaInfo
 
@@ -48,6 +50,7 @@ def chat_prompt(
     truncates: bool = False,
     media: MediaInfo | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
+    salt: str | None = None,
     **options: Any,
 ) -> TokensPrompt:
     """Convert a conversation to a prompt with token ids and text. options: see `render_chat`.
@@ -56,7 +59,7 @@ def chat_prompt(
     max_model_len: the model's context length, over which the text is not tokenized to its end; None: whatever its
         length. truncates: it may have more tokens, since they will be truncated.
     media: what the model takes; the prompt then has the media of the messages, which are not fetched yet.
-    mm_processor_kwargs: arguments of the model's processor of media.
+    mm_processor_kwargs: arguments of the model's processor of media. salt: the cache salt of the prompt.
 
     Raises:
         ContextLengthError: the text is too long. MediaError: the model takes no such media, or not so many.
@@ -64,13 +67,13 @@ def chat_prompt(
     """
     messages, items = take_media(messages, media)
     if mm_processor_kwargs and media is None:
-        raise ValueError(f"mm_processor_kwargs: {NOT_TAKEN}")
+        raise FieldValueError("mm_processor_kwargs", f": {NOT_TAKEN}")
     placeholders = {} if media is None else {kind: medium.text for kind, medium in media.kinds.items()}
     text = render_chat(tokenizer, messages, placeholders=placeholders, **options)
     if max_model_len is None:
-        ids = tokenizer.encode(text, add_special_tokens)
+        ids = tokenizer.encode_turn(text, add_special_tokens, salt)
     else:
-        ids = encode_within(tokenizer, text, max_model_len, add_special_tokens, truncates)
+        ids = encode_within(tokenizer, text, max_model_len, add_special_tokens, truncates, salt)
     prompt = TokensPrompt(prompt_token_ids=ids, prompt=text)
     if items:
         data: dict[str, list[Any]] = {}
@@ -108,6 +111,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     placeholders: Mapping[str, str] | None = None,
+    prompts_tools: bool = False,
     on_warning: Callable[[str], None] | None = None,
 ) -> str:
     """Return the text of one conversation.
@@ -122,6 +126,7 @@ def render_chat(
         tools: JSON schemas of functions.
         chat_template_kwargs: additional variables of the template.
         placeholders: the text that stands for a medium of each kind, where messages have marks of media.
+        prompts_tools: tools, calls and results that the template does not show are put into messages.
         on_warning: called with a text for each option without effect: variables that the template does not read,
             tools that it does not show; None: a warning in the log, once.
 
@@ -131,11 +136,11 @@ def render_chat(
         TypeError: messages or tools have a wrong type.
     """
     if add_generation_prompt and continue_final_message:
-        raise ValueError("add_generation_prompt and continue_final_message cannot both be true")
+        raise FieldValueError("add_generation_prompt", "and continue_final_message cannot both be true")
     if chat_template_content_format not in CONTENT_FORMATS:
-        raise ValueError(
-            f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, "
-            f"got {chat_template_content_format!r}"
+        raise FieldValueError(
+            "chat_template_content_format",
+            f"must be one of {', '.join(CONTENT_FORMATS)}, got {chat_template_content_format!r}",
         )
     if not messages:
         raise ValueError("the conversation is empty")
@@ -148,11 +153,12 @@ def render_chat(
         add_generation_prompt,
         continue_final_message,
         dict(placeholders or {}),
+        prompts_tools,
     )
     trusted = (
         template_files or chat_template is None or source != chat_template
     )  # the model's, the operator's
-    renders = render_source if trusted else render_confined
+    renders = render_prompted if trusted else render_confined
     rendered = renders(source, tokenizer.special_tokens, conversation)
     for text in warnings_of(rendered):
         if on_warning is None:
@@ -173,13 +179,15 @@ def warnings_of(rendered: Rendered) -> list[str]:
     return texts
 
 
-def check_template(tokenizer: Tokenizer, chat_template: str) -> None:
-    """Find and compile a template as `render_chat` does.
+def check_template(tokenizer: Tokenizer, chat_template: str | None, with_tools: bool = False) -> str:
+    """Find and compile a template as `render_chat` does; returns its text.
 
     Raises:
         ValueError: the template is not found, or invalid.
     """
-    compile_template(template_source(tokenizer, chat_template, with_tools=False))
+    source = template_source(tokenizer, chat_template, with_tools)
+    compile_template(source)
+    return source
 
 
 def template_source(
@@ -208,7 +216,7 @@ def template_source(
         return chat_template
     path = Path(chat_template).expanduser()
     if not files or not path.is_file():
-        raise ValueError(
-            f"chat_template {chat_template!r} is neither a template, nor a name of one, nor a file"
+        raise FieldValueError(
+            "chat_template", f"{chat_template!r} is neither a template, nor a name of one, nor a file"
         )
     return path.read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from jinja2 import meta, nodes
 from pagewire.frontend.media.parts import MARKS, TYPES
 from pagewire.frontend.media.parts import refusal as media_refusal
 from pagewire.frontend.text.sandbox import compile_source, environment, render
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -48,7 +49,7 @@ class Conversation:
     """What a template is rendered with; see `render_chat`.
 
     placeholders: the text that stands for a medium of each kind; messages may have `frontend.media.parts.MARKS` of
-        these kinds.
+        these kinds. prompts_tools: what the template does not know of tools stands in messages (`tool_prompts.py`).
     """
 
     messages: list[Any]
@@ -58,6 +59,7 @@ class Conversation:
     add_generation_prompt: bool
     continue_final_message: bool
     placeholders: dict[str, str] = field(default_factory=dict)
+    prompts_tools: bool = False
 
 
 class Rendered(msgspec.Struct):
@@ -125,7 +127,7 @@ def template_variables(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a variable is set by another option. TypeError: a value is not plain data.
     """
     if reserved := [name for name in given if name in RESERVED]:
-        raise ValueError(f"chat_template_kwargs cannot set {', '.join(reserved)}")
+        raise FieldValueError("chat_template_kwargs", f"cannot set {', '.join(reserved)}")
     read = variables_of(source)
     return {name: plain(value) for name, value in given.items() if name in read}
 
@@ -170,7 +172,7 @@ def read_message(given: Any, index: int, convert_content: Callable[[Any], Any]) 
     if not isinstance(given, dict):
         raise TypeError(f"a message must be a dict, got {type(given).__name__}")
     if not isinstance(given.get("role"), str):
-        raise ValueError(f"messages[{index}]: a message needs a 'role', a string")
+        raise FieldValueError(f"messages[{index}]", ": a message needs a 'role', a string")
     message: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if "content" not in message and isinstance(message.get("refusal"), str):
         message["content"] = message["refusal"]
@@ -178,7 +180,7 @@ def read_message(given: Any, index: int, convert_content: Callable[[Any], Any]) 
         try:
             message["content"] = convert_content(message.get("content"))
         except ValueError as error:
-            raise ValueError(f"messages[{index}].content: {error}") from None
+            raise FieldValueError(f"messages[{index}].content", f": {error}") from None
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -347,19 +349,21 @@ def render_open(template: jinja2.Template, variables: dict[str, Any]) -> str:
     """
     final = variables["messages"][-1]
     if not final.get("content") and final.get("tool_calls"):
-        raise ValueError("continue_final_message: the final message has no text to continue")
+        raise FieldValueError("continue_final_message", ": the final message has no text to continue")
     holder, name = final, "content"
     if isinstance(final.get("content"), list):
         holder = next((part for part in reversed(final["content"]) if "text" in part), {})
         name = "text"
     text = holder.get(name)
     if not isinstance(text, str):
-        raise ValueError("continue_final_message: the final message has no text to continue")
+        raise FieldValueError("continue_final_message", ": the final message has no text to continue")
     holder[name] = text + END_MARK
     rendered = render(template, variables)
     end = rendered.rfind(END_MARK.strip())
     if end < 0 or text.strip() not in rendered:
-        raise ValueError("continue_final_message: the chat template changes or drops the final message")
+        raise FieldValueError(
+            "continue_final_message", ": the chat template changes or drops the final message"
+        )
     if rendered.startswith(END_MARK, end):
         return rendered[:end]
     return rendered[:end].rstrip()  # the template trims messages

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from pagewire.frontend import wiring
 from pagewire.frontend.text.tokenizer import (
     NAMED_TOKENS,
     FastTokenizer,
@@ -213,11 +214,9 @@ class EngineTokenizer:
         Raises:
             ValueError, TypeError: there is no template, or it refuses the conversation.
         """
-        from pagewire.frontend.text.chat_template import render_chat  # jinja2 is slow to import
-
         if chat_template is None and self.chat_template != self.tokenizer.chat_template:
             chat_template = self.chat_template  # the program has set it
-        text = render_chat(
+        text: str = wiring.render_chat(
             self.tokenizer,
             conversation,
             tools=tools,

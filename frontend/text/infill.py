@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.errors import FieldValueError
 
 PREFIX, SUFFIX = 0, 1  # the places of the texts before and after the one that is asked for
 
@@ -61,8 +62,8 @@ def infill_form(tokenizer: Tokenizer) -> InfillForm:
     for form in FORMS:
         if all(token_id_of(tokenizer, mark) is not None for mark in form.marks):
             return form
-    raise ValueError(
-        "suffix is not supported by this model: its vocabulary has no marks to fill in the middle"
+    raise FieldValueError(
+        "suffix", "is not supported by this model: its vocabulary has no marks to fill in the middle"
     )
 
 

@@ -40,23 +40,40 @@ def check_characters(num_chars: int, max_model_len: int) -> None:
         raise ContextLengthError(max_model_len, what)
 
 
-def encode_within(
-    tokenizer: Tokenizer, text: str, max_model_len: int, special: bool = True, truncates: bool = False
-) -> list[int]:
-    """Return the token ids of a prompt, unless it has clearly too many characters or tokens for a model.
-
-    A few tokens over the context length are not noticed here. special: add the tokenizer's special tokens.
-    truncates: the prompt will be cut to the tokens at its end, so it may have more.
+def check_length(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
+    """Refuse a text that has clearly too many characters or tokens for a model; a few tokens are not noticed.
 
     Raises:
         ContextLengthError: the text is too long. TypeError, UnicodeError: it is not Unicode.
     """
     check_characters(len(text), max_model_len)
-    if not truncates and len(text) > max(PIECE_CHARS, DENSE_CHARS * max_model_len):
-        count = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            count += len(tokenizer.encode(text[start : start + PIECE_CHARS], False)) - CUT_TOKENS
-            if count > max_model_len:
-                what = f"the prompt of {len(text)} characters has more than {count} tokens"
-                raise ContextLengthError(max_model_len, what)
-    return tokenizer.encode(text, special)
+    if len(text) <= max(PIECE_CHARS, DENSE_CHARS * max_model_len):
+        return
+    count = 0
+    for start in range(0, len(text), PIECE_CHARS):
+        count += len(tokenizer.encode(text[start : start + PIECE_CHARS], False)) - CUT_TOKENS
+        if count > max_model_len:
+            what = f"the prompt of {len(text)} characters has more than {count} tokens"
+            raise ContextLengthError(max_model_len, what)
+
+
+def encode_within(
+    tokenizer: Tokenizer,
+    text: str,
+    max_model_len: int,
+    special: bool = True,
+    truncates: bool = False,
+    salt: str | None = None,
+) -> list[int]:
+    """Return the token ids of a prompt, unless it is clearly too long for a model.
+
+    special: add the tokenizer's special tokens. salt: the prompt's cache salt.
+    truncates: the prompt will be cut to the tokens at its end, so it may have more.
+
+    Raises:
+        As `check_length`.
+    """
+    check_characters(len(text), max_model_len)
+    if not truncates:
+        check_length(tokenizer, text, max_model_len)
+    return tokenizer.encode_turn(text, special, salt)

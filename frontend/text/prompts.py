@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, TypedDict
 
+import msgspec
+
+from pagewire.ipc.wire.items import Retention
+
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text. cache_salt: share prefix-cache entries only with prompts that have the same salt."""
+    """A prompt as text.
+
+    cache_salt: share prefix-cache entries only with prompts that have the same salt.
+    cache_retention: how long its prefix is to stay cached, whatever others need.
+    """
 
     prompt: str
     multi_modal_data: Any
     multi_modal_uuids: Any
     mm_processor_kwargs: dict[str, Any] | None
     cache_salt: str
+    cache_retention: Retention | list[Retention]
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -26,6 +35,7 @@ class TokensPrompt(TypedDict, total=False):
     multi_modal_uuids: Any
     mm_processor_kwargs: dict[str, Any] | None
     cache_salt: str
+    cache_retention: Retention | list[Retention]
 
 
 class EmbedsPrompt(TypedDict, total=False):
@@ -37,6 +47,15 @@ class EmbedsPrompt(TypedDict, total=False):
 
     prompt_embeds: Any
     cache_salt: str
+    cache_retention: Retention | list[Retention]
+
+
+class TextPair(msgspec.Struct, frozen=True):
+    """Two texts that a cross-encoder scores together."""
+
+    first: str
+    second: str
+    cache_salt: str | None = None
 
 
 class DataPrompt(TypedDict):

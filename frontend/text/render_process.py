@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.text.conversation import Conversation, Rendered, render_source
+from pagewire.frontend.text.conversation import Conversation, Rendered
+from pagewire.frontend.text.tool_prompts import render_prompted
 from pagewire.ipc.host.confined import Confined, JobKilledError, Limits
 from pagewire.ipc.host.job_server import Handler, serve
-from pagewire.ipc.wire.tenants import current_tenant
+from pagewire.ipc.tenants import current_tenant
 
 SECONDS = 10.0  # of wall-clock time for one rendering
 CPU_SECONDS = 2.0  # of processor time for one rendering
@@ -37,10 +38,10 @@ class Rendering(msgspec.Struct):
 
 
 def render_confined(source: str, special_tokens: Mapping[str, Any], conversation: Conversation) -> Rendered:
-    """Render one conversation, as `render_source` does. Blocks for up to `SECONDS`, in any thread.
+    """Render one conversation, as `render_prompted` does. Blocks for up to `SECONDS`, in any thread.
 
     Raises:
-        ValueError: as `render_source`; or the template exceeds a limit.
+        ValueError: as `render_prompted`; or the template exceeds a limit.
         TypeError: messages, tools or variables are not plain data.
         EngineBusyError: other templates take too long. EngineStalledError: it got too little of a processor.
     """
@@ -66,7 +67,7 @@ def renderer() -> Handler:
 
     def render(job: bytes) -> bytes:
         rendering = msgspec.msgpack.decode(job, type=Rendering)
-        rendered = render_source(rendering.source, rendering.special_tokens, rendering.conversation)
+        rendered = render_prompted(rendering.source, rendering.special_tokens, rendering.conversation)
         return msgspec.msgpack.encode(rendered)
 
     return render

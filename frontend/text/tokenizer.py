@@ -13,14 +13,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from pagewire.frontend import wiring
 from pagewire.frontend.text.proportion import check_proportion
+from pagewire.frontend.text.segments import SegmentCache, TextCuts
 from pagewire.ipc.files.hub import check_files, model_folder, read_file, read_json
 from pagewire.ipc.gguf.file import is_gguf, read_metadata
 
@@ -54,6 +56,7 @@ class Tokenizer(ABC):
         special_ids: ids that `skip_special_tokens` removes from text.
         special_tokens: text of special tokens by name ("bos_token", ...), for chat templates.
         chat_template: the template, or several by name, or None.
+        response_template: the checkpoint's description of replies, or None.
         decoder: the decoder as in `tokenizer.json`; None if text can only be obtained by calling `decode`.
         cleans_up: `decode` removes spaces before punctuation, as `clean_up` does.
         original: the wrapped object of tokenizers or transformers.
@@ -67,6 +70,7 @@ class Tokenizer(ABC):
     special_ids: frozenset[int]
     special_tokens: dict[str, str]
     chat_template: str | dict[str, str] | None
+    response_template: Any = None
     decoder: dict[str, Any] | None = None
     cleans_up: bool = False
     original: Any
@@ -76,6 +80,13 @@ class Tokenizer(ABC):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with the model's special tokens around it if `add_special_tokens`."""
         return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_turn(self, text: str, add_special_tokens: bool = True, salt: str | None = None) -> list[int]:
+        """Return the same as `encode`, sooner for a text of which much was tokenized lately for the current tenant.
+
+        salt: the prompt's cache salt: what has another one counts as new.
+        """
+        return self.encode(text, add_special_tokens)
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -102,7 +113,7 @@ class FastTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library.
 
     original: the library's tokenizer; truncation and padding are turned off, so it must not be shared.
-    special_tokens, chat_template, clean_up, extra_special_tokens: what `tokenizer.json` does not contain.
+    special_tokens, chat_template and others: what `tokenizer.json` does not contain.
     """
 
     def __init__(
@@ -112,6 +123,7 @@ class FastTokenizer(Tokenizer):
         chat_template: str | dict[str, str] | None = None,
         clean_up: bool = False,
         extra_special_tokens: Sequence[str] = (),
+        response_template: Any = None,
     ) -> None:
         check_proportion(original)
         original.no_truncation()
@@ -119,7 +131,7 @@ class FastTokenizer(Tokenizer):
         self.original = original
         self.special_tokens = special_tokens or {}
         self.extra_special_tokens = extra_special_tokens
-        self.chat_template = chat_template
+        self.chat_template, self.response_template = chat_template, response_template
         self.cleans_up = clean_up
         self.decoder = read_decoder(original.decoder)
         self.vocab_size = original.get_vocab_size(with_added_tokens=True)
@@ -142,6 +154,22 @@ class FastTokenizer(Tokenizer):
                 return self.encode_batch([text], add_special_tokens)[0]
         ids: list[int] = self.original.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_turn(self, text: str, add_special_tokens: bool = True, salt: str | None = None) -> list[int]:
+        ids = None
+        if len(text) > LONG_TEXT:
+            ids = self._segments.encode(text, self._encode_part, add_special_tokens, salt)
+        return self.encode(text, add_special_tokens) if ids is None else ids
+
+    @cached_property
+    def _segments(self) -> SegmentCache:
+        template = self.chat_template or ""
+        templates = [template] if isinstance(template, str) else template.values()
+        return SegmentCache(TextCuts(self.original, " ".join((*templates, *self.special_tokens.values()))))
+
+    def _encode_part(self, part: str) -> list[int]:
+        # Without the interpreter's lock, however short it is: there may be many.
+        return self.encode(part, False) if len(part) >= LARGE_TEXT else self.encode_batch([part], False)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         # The fast form leaves out offsets, which are not used: it takes a third of the time, and less memory.
@@ -182,6 +210,7 @@ class WrappedTokenizer(Tokenizer):
         self.special_ids = frozenset(special)
         self.special_tokens = dict(original.special_tokens_map)
         self.chat_template = getattr(original, "chat_template", None)
+        self.response_template = getattr(original, "response_template", None)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [
@@ -295,6 +324,7 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
         read_chat_template(folder, config),
         wants_clean_up(config, backend),
         [str(token) for token in extra],
+        config.get("response_template"),
     )
 
 
@@ -304,15 +334,13 @@ def load_gguf(path: Path, mode: str) -> FastTokenizer:
     Raises:
         ModelNotFoundError: the file is broken. ValueError: it has no tokenizer that can be read, or mode is "slow".
     """
-    from pagewire.ipc.gguf.tokenizer import tokenizer_config, tokenizer_json  # most models are folders
-
     if mode == "slow":
         raise ValueError(
             f"tokenizer_mode='slow' needs the files of a tokenizer of transformers, which {path} does not hold; "
             "leave it out, or give a model folder as `tokenizer`"
         )
     file = read_metadata(path)
-    config, described = tokenizer_config(file), tokenizer_json(file)
+    config, described = wiring.tokenizer_config(file), wiring.tokenizer_json(file)
     try:
         backend = tokenizers.Tokenizer.from_buffer(described)
     except Exception as error:  # the library raises nothing narrower

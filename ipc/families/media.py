@@ -58,7 +58,6 @@ FAMILIES: Mapping[str, MediaFamily] = {
     "audioflamingo3": HEARS,
     "glmasr": HEARS,
     "qwen2_audio": HEARS,
-    "chameleon": MediaFamily(arguments={"return_for_text_completion": True}),
     "gemma3": MediaFamily(whole=True),
     "paligemma": MediaFamily(refused="all tokens of its prompts attend both ways, text as well"),
 }

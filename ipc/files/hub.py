@@ -9,17 +9,15 @@ import glob
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.gguf.file import MAGIC, is_gguf, parts_of, read_gguf
-
-if TYPE_CHECKING:
-    from pagewire.ipc.families.family import ForeignModel
+from pagewire.ipc.files.hub_names import HubName, hub_name
+from pagewire.ipc.gguf.file import MAGIC, is_gguf, parts_of
 
 EMBEDDED = {"demo": "pagewire.demo", "demo-vision": "pagewire.demo_vision"}
 """The packages of models that come with pagewire, by the models' names."""
@@ -86,7 +84,8 @@ def model_folder(
 
     name: of an embedded model ("demo", "demo-vision"), a folder, a repository of the hub, s3://bucket/folder; or a
     GGUF file, also as the only one of a folder, or as `owner/repository/file.gguf`. Of a split file any part may
-    be named.
+    be named. `hf:owner/repository:Q4_K_M` is the file of a repository with that quantisation (`hub_names.py`), or
+    what `pagewire pull` has brought of it.
     revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
     load_format: which weights, one of `WEIGHT_FILES` or "gguf". trust_remote_code: download Python code as well.
     ignore_patterns: files of the hub not to download. `*` stands for any characters, `**/` for any folders or none.
@@ -105,6 +104,15 @@ def model_folder(
         )
     if name in EMBEDDED:
         return Path(import_module(EMBEDDED[name]).__path__[0])
+    if not (is_folder or is_file) and (given := hub_name(name)) is not None:
+        if given.tag is not None:
+            check_gguf_format(name, load_format)
+        name = given.repository
+        if load_format in GGUF_LOAD_FORMATS:
+            found = find_named(given, revision, token, cache_dir)
+            if isinstance(found, Path):
+                return found
+            name = found
     if is_gguf(name) and not is_folder:
         check_gguf_format(name, load_format)
         return parts_of(path.absolute())[0] if is_file else download_file(name, revision, token, cache_dir)
@@ -131,6 +139,21 @@ def model_folder(
             f"that are ignored ({', '.join([*ignored, DOUBLED_FILES[0]])}); {OTHER_FORMATS}"
         )
     return folder
+
+
+def find_named(
+    given: HubName, revision: str | None, token: str | bool | None, cache_dir: str | None
+) -> Path | str:
+    """The files that `pagewire pull` has brought of a name; else the repository or the file of it to download.
+
+    Raises:
+        ModelNotFoundError: see `repository.file_named`.
+    """
+    from pagewire.ipc.files import pulled, repository  # a frontend that attaches downloads nothing
+
+    if revision is None and (local := pulled.find(given)) is not None:
+        return pulled.path_of(local)
+    return repository.file_named(given, revision, token, cache_dir)
 
 
 def how_to_name(file: Path) -> str:
@@ -175,7 +198,7 @@ def download(
     Raises:
         ModelNotFoundError: the text says why, and how to fix it.
     """
-    ignored = [*ignored, *(pattern.replace("**/", "") for pattern in ignored)]
+    ignored = also_at_the_top(ignored)
     if is_s3(name):
         from pagewire.ipc.files import s3  # a frontend that attaches downloads nothing
 
@@ -187,33 +210,24 @@ def download(
 
         return model_scope.download(name, patterns, revision, token, cache_dir, ignored)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                allow_patterns=patterns,
-                ignore_patterns=ignored,
-            )
+    from pagewire.ipc.files.repository import hub_errors
+
+    with hub_errors(name):
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            allow_patterns=patterns,
+            ignore_patterns=ignored,
         )
-    except GatedRepoError as error:
-        raise ModelNotFoundError(
-            f"{name} is gated: accept its terms on the hub, then give hf_token or set HF_TOKEN"
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelNotFoundError(
-            f"no model {name!r}: neither a local folder nor a repository on the hub (a private one needs hf_token)"
-        ) from error
-    except Exception as error:  # the hub client raises errors of several HTTP libraries
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelNotFoundError(
-            f"{name} is not a local folder, and the hub could not be reached ({cause}); "
-            "give a model folder, or model='demo' for the embedded one"
-        ) from error
+    return Path(folder)
+
+
+def also_at_the_top(patterns: Sequence[str]) -> list[str]:
+    """Patterns in which `**/` stands for no folder as well; the hub's client takes it for at least one."""
+    return [*patterns, *(pattern.replace("**/", "") for pattern in patterns)]
 
 
 def is_s3(name: str) -> bool:
@@ -273,52 +287,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
-
-
-def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model's configuration and generation settings: of a folder's JSON files, or of a GGUF file's metadata.
-
-    The configuration is that of the module which runs: for a family whose repositories bring code (`families/`),
-    that of transformers' module. With `trust_remote_code` a family that is not served keeps its own, for its code.
-
-    Raises:
-        ValueError: a file is broken, or the family is not served. ModelNotFoundError: it is a GGUF file of an
-            architecture that is not served.
-    """
-    from pagewire.ipc.families.registry import foreign_model  # a frontend that attaches reads no model
-    from pagewire.ipc.gguf.config import generation_config, model_config  # as above
-
-    if is_gguf(path):
-        file = read_gguf(path)
-        return model_config(file), generation_config(file)
-    values = read_json(path / "config.json")
-    foreign = foreign_model(values, trust_remote_code)
-    config = values if foreign is None else dict(foreign.config)
-    if (settings := _quantisation(path, values)) is not None:
-        config["quantization_config"] = settings
-    return config, read_json(path / "generation_config.json")
-
-
-def _quantisation(path: Path, values: Mapping[str, Any]) -> Any:
-    """How a checkpoint says that it is quantised: in its config.json, in the part of that for text, or in the file
-    of ModelOpt; None if nowhere."""
-    text = values.get("text_config")
-    for config in (values, text if isinstance(text, dict) else {}):
-        if config.get("quantization_config") is not None:
-            return config["quantization_config"]
-    settings = read_json(path / MODELOPT_FILE).get("quantization")
-    return {"quant_method": "modelopt", **settings} if isinstance(settings, dict) else None
-
-
-def read_foreign(path: Path, trust_remote_code: bool) -> ForeignModel | None:
-    """The model in a folder as one of a family; None as for `foreign_model`, and for a GGUF file.
-
-    Raises:
-        ValueError: config.json is broken, or the family is not served.
-    """
-    from pagewire.ipc.families.registry import foreign_model  # as above
-
-    return None if is_gguf(path) else foreign_model(read_json(path / "config.json"), trust_remote_code)
 
 
 def check_gguf_format(name: str, load_format: str) -> None:

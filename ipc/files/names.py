@@ -6,6 +6,7 @@ import os
 from pathlib import Path, PurePosixPath
 
 from pagewire.ipc.files.hub import EMBEDDED, is_s3
+from pagewire.ipc.files.hub_names import hub_name
 from pagewire.ipc.gguf.file import SPLIT, is_gguf
 
 SNAPSHOTS = "snapshots"  # of the hub's cache: models--owner--repository/snapshots/commit
@@ -14,10 +15,13 @@ SNAPSHOTS = "snapshots"  # of the hub's cache: models--owner--repository/snapsho
 def short_name(model: str) -> str:
     """The name of a model's folder or of its GGUF file, without the ending; of the hub's models: owner/repository.
 
-    model: as a user gives it (see `hub.model_folder`). Of a split file the number of the part is left out.
+    model: as a user gives it (see `hub.model_folder`); one with a quantisation, hf:owner/repository:Q4_K_M, is
+    its own name. Of a split file the number of the part is left out.
     """
     if model in EMBEDDED:
         return model
+    if (given := hub_name(model)) is not None:
+        return str(given)
     if is_gguf(model):
         name = PurePosixPath(model).name
         split = SPLIT.fullmatch(name)

@@ -30,7 +30,9 @@ from pagewire.ipc.host.lifeline import Child, exit_cause
 from pagewire.ipc.shares import Name
 
 START_SECONDS = 60.0  # time that a job server gets to import and load what jobs need, by default
-GRACE_SECONDS = 2.0  # time over a job's own limit after which the job server counts as hung
+# Time over a job's own limit after which the job server counts as hung. On a machine that is far too busy, one that
+# works was seen to be late by seconds, and its successor takes seconds of a processor to be ready.
+GRACE_SECONDS = 20.0
 NUM_ATTEMPTS = 3  # job servers that may be lost under one job before it is given up
 REMEMBER_SECONDS = 600.0  # how long a job that was killed is refused at once
 MAX_REMEMBERED = 1024  # killed jobs that are remembered
@@ -60,11 +62,12 @@ class Job(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What a job's process returns: the result, or an exception as text and type."""
+    """What a job's process returns: the result, or an exception as text, type and field."""
 
     result: bytes = b""
     error: str | None = None
     error_type: str | None = None
+    error_place: str | None = None
 
 
 class ReceivedAnswer(msgspec.Struct, array_like=True):
@@ -73,6 +76,7 @@ class ReceivedAnswer(msgspec.Struct, array_like=True):
     result: memoryview = memoryview(b"")
     error: str | None = None
     error_type: str | None = None
+    error_place: str | None = None
 
 
 class JobKilledError(RuntimeError):
@@ -169,7 +173,7 @@ class Confined:
                 server.kill()
                 continue
             if answer.error is not None:
-                raise received_error(answer.error, answer.error_type)
+                raise received_error(answer.error, answer.error_type, answer.error_place)
             return answer.result
         if silent:
             raise EngineStalledError(f"the process that runs such jobs did not answer {NUM_ATTEMPTS} times")
@@ -225,7 +229,7 @@ class JobServer:
         self.kill()
         self._control.close()
         if ready is not None and ready.error is not None:
-            raise received_error(ready.error, ready.error_type)
+            raise received_error(ready.error, ready.error_type, ready.error_place)
         if late:
             raise EngineStalledError(f"{self._name} did not start within {seconds:g} s")
         raise EngineBusyError(f"{self._name} ended before it was ready")

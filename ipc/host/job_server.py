@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from pagewire.ipc.errors import error_text, error_type
+from pagewire.ipc.errors import error_place, error_text, error_type
 from pagewire.ipc.host.confined import OUT_OF_MEMORY, STATUS_BYTES, Answer, Job, Limits
 from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.ipc.host.priority import go_behind
@@ -271,4 +271,4 @@ def failure(error: Exception) -> Answer:
     text = error_text(error)
     if len(text) > MAX_ERROR_CHARS:
         text = text[:MAX_ERROR_CHARS] + " ..."
-    return Answer(error=text, error_type=error_type(error))
+    return Answer(error=text, error_type=error_type(error), error_place=error_place(error))

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from pagewire.ipc.bounds import MAX_PROCESSORS
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.models.registrations import checked_path, import_path
 from pagewire.ipc.quoting import quoted
-
-MAX_PROCESSORS = 64
 
 
 class ProcessorSource(msgspec.Struct, frozen=True, array_like=True):
@@ -41,18 +41,18 @@ def processor_sources(given: Sequence[str]) -> tuple[ProcessorSource, ...]:
     for text in given:
         before, equals, after = text.rpartition("=")
         if equals and not before.isidentifier():
-            raise ValueError(
-                f"logits_processors: the name of a processor is an identifier, got {quoted(before)}"
+            raise FieldValueError(
+                "logits_processors", f": the name of a processor is an identifier, got {quoted(before)}"
             )
         try:
             sources.append(ProcessorSource(checked_path(after), before))
         except ValueError as error:
-            raise ValueError(f"logits_processors: {error}, or 'NAME=package.module:Name'") from None
+            raise FieldValueError("logits_processors", f": {error}, or 'NAME=package.module:Name'") from None
     labels = [source.label for source in sources]
     if twice := {label for label in labels if labels.count(label) > 1}:
-        raise ValueError(f"logits_processors: {quoted(min(twice))} is there twice")
+        raise FieldValueError("logits_processors", f": {quoted(min(twice))} is there twice")
     if len(sources) > MAX_PROCESSORS:
-        raise ValueError(f"logits_processors: at most {MAX_PROCESSORS}, got {len(sources)}")
+        raise FieldValueError("logits_processors", f": at most {MAX_PROCESSORS}, got {len(sources)}")
     return tuple(sources)
 
 
@@ -71,7 +71,7 @@ def check_processors(names: Iterable[str], known: Sequence[str]) -> None:
                     "this engine has none by name; --logits-processors NAME=module:Class adds one when it starts"
                 )
             )
-            raise ValueError(f"logits_processors: {quoted(name)} is unknown: {here}")
+            raise FieldValueError("logits_processors", f": {quoted(name)} is unknown: {here}")
 
 
 def path_of(code: Any) -> Any:

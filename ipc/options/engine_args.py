@@ -52,6 +52,17 @@ ADAPTER_SWITCHES = {  # options without effect unless another one is set
 }
 
 
+# Why KV blocks are kept nowhere else than in memory with an option.
+AGAINST_TIER = {
+    "enable_prefix_caching": "without it no block is found by others",
+    "device": "blocks of a GPU's memory cannot be kept yet",
+    "a model that proposes tokens": "its own cache cannot be kept yet; the methods 'ngram' and 'suffix' have none",
+    "worker_extension": "it may change the weights, which the blocks depend on",
+    "trust_remote_code": "nobody can tell whether another start runs the same code",
+    "load_format": "another start has other weights",
+}
+
+
 def absent_option(name: str) -> Absent | None:
     """What the table says of an option that pagewire does not have, or only as one of the server; else None."""
     return OPTIONS.get(name) or NAMES.get(f"EngineArgs({name})")
@@ -160,6 +171,8 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         for name in ("num_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_model_len"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
+        if self.max_step_ms is not None:
+            check_int("max_step_ms", self.max_step_ms, 0)
         if self.rope_theta is not None:
             check_number("rope_theta", self.rope_theta, 0.0, math.inf, above=True)
         check_int("seed", self.seed, 0)
@@ -167,6 +180,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         check_int("max_prompt_adapter_token", self.max_prompt_adapter_token, 0)
         check_int("max_logprobs", self.max_logprobs, -1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
+        check_number("max_retained_share", self.max_retained_share, 0.0, 1.0)
         check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
         if self.quantization is not None:
             quantization_name(self.quantization)
@@ -175,6 +189,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         if self.resolved_kv_events() is not None and not self.enable_prefix_caching:
             raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")
         self._check_parallel()
+        self._check_tier()
         self.resolved_speculation()
         self.resolved_processors()
         StructuredOutputsConfig.read(self.structured_outputs_config)
@@ -202,6 +217,36 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
                 f"quantization_param_path: a KV cache of {self.kv_cache_dtype} takes no scaling factors, since "
                 f"{reason}; kv_cache_dtype='fp8' takes them"
             )
+
+    def _check_tier(self) -> None:
+        """Refuse KV blocks elsewhere than in memory where what is kept would not be all, or not what it says."""
+        tier = self.resolved_tier()
+        default = type(self).__dataclass_fields__["kv_cache_disk"].default
+        if self.kv_cache_dir is None and self.kv_cache_disk != default:
+            raise ValueError("kv_cache_disk needs kv_cache_dir")
+        if tier is None:
+            return
+        if self.kv_cache_dir == "":
+            raise ValueError("kv_cache_dir: the name of a folder expected")
+        speculation = self.resolved_speculation()
+        reasons = {
+            "enable_prefix_caching=False": not self.enable_prefix_caching,
+            f"device={self.device!r}": self.device.startswith("cuda"),
+            "a model that proposes tokens": speculation is not None and not speculation.in_core,
+            "worker_extension": self.worker_extension is not None,
+            "trust_remote_code": self.trust_remote_code,
+            "load_format='dummy'": self.load_format == "dummy",
+        }
+        if self.kv_peers is not None:
+            self.resolved_kv_peers()
+            if self.num_workers > 1:
+                raise ValueError(
+                    f"kv_peers does not go with {self.parallel_sizes}: each worker has its part of a block, and "
+                    "parts do not go to other cores yet; cores of one machine can share a kv_cache_dir"
+                )
+        if (obstacle := next((name for name, applies in reasons.items() if applies), None)) is not None:
+            name = "kv_peers" if self.kv_cache_dir is None else "kv_cache_dir"
+            raise ValueError(f"{name} does not go with {obstacle}: {AGAINST_TIER[obstacle.split('=')[0]]}")
 
     def _check_parallel(self) -> None:
         """Refuse options of groups of workers that contradict each other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -14,14 +15,18 @@ from pagewire.ipc.models.own_code import ProcessorSource, processor_sources
 from pagewire.ipc.options.option import option
 from pagewire.ipc.quantization import FAMILIES, ONLINE
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.sizes import size_in_bytes
 from pagewire.ipc.wire.budget import MAX_MEDIA
 from pagewire.ipc.wire.kv_events import KVEventsConfig, kv_events_config
 from pagewire.ipc.wire.lora import LoRAConfig
+from pagewire.ipc.wire.sockets import check_address
+from pagewire.ipc.wire.tier_messages import TierConfig
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 BACKENDS = ("mp", "ray", "join")
+MAX_PEERS = 32  # of a core: each is asked for every prompt
 
 
 # Groups give no objects of their own: without their methods, a frontend attaches 2 ms sooner.
@@ -105,6 +110,12 @@ class ModelOptions:
         "folder, on the workers' machines, below which save_sharded_state may write, for any frontend with the "
         "right of control; default: nowhere, but a program's LLM with a core of its own may write anywhere",
     )
+    weights_dir: str | None = option(
+        None,
+        "Model",
+        "folder below which update_weights reads safetensors files, for any frontend with the right of control; no "
+        "link in it is followed; default: none, so that weights come from frontends alone",
+    )
     quantization: str | None = option(
         None,
         "Model",
@@ -121,7 +132,7 @@ class ModelOptions:
         "auto",
         "Model",
         "type of weights and activations; auto: the checkpoint's, but for float32: float16 on GPUs, bfloat16 on "
-        "CPUs that multiply it (AVX512-BF16, AMX)",
+        "CPUs that multiply it (AVX512-BF16, AMX, ARM with BF16)",
         choices=DTYPES,
     )
     max_model_len: int | None = option(
@@ -135,15 +146,23 @@ class ModelOptions:
     served_model_name: str | list[str] | None = option(
         None,
         "Model",
-        "name(s) of the model in metrics and in the API; default: the name of its folder or GGUF file, without the "
-        "path and the ending, or owner/repository of the hub",
+        "name(s) of the model in metrics and in the API, of which all but the first may be patterns, such as "
+        "'claude-*'; default: the name of its folder or GGUF file, without the path and the ending, or "
+        "owner/repository of the hub",
     )
     seed: int = option(0, "Model", "default seed for requests without one")
 
     def served_names(self) -> list[str]:
-        """The names of the model in the API; metrics use the first."""
-        names = self.served_model_name or short_name(self.model)
-        return [names] if isinstance(names, str) else list(names)
+        """The names of the model in the API; metrics use the first.
+
+        Raises:
+            ValueError: the first is a pattern.
+        """
+        given = self.served_model_name or short_name(self.model)
+        names = [given] if isinstance(given, str) else list(given)
+        if "*" in names[0] and self.served_model_name:
+            raise ValueError(f"served_model_name: the first must be a name, not the pattern {names[0]!r}")
+        return names
 
     def resolved_dtype(self) -> str:
         """`dtype` with aliases resolved: "half" is "float16"."""
@@ -314,6 +333,28 @@ class CacheOptions:
         None, "KV cache", "number of KV blocks; overrides both options above"
     )
     enable_prefix_caching: bool = option(True, "KV cache", "reuse KV blocks of equal prompt prefixes")
+    max_retained_share: float = option(
+        0.25,
+        "KV cache",
+        "fraction of the KV blocks that requests may have kept for a time (cache_control, "
+        "prompt_cache_retention, session_id), in [0, 1]; all tenants together",
+    )
+    kv_cache_dir: str | None = option(
+        None,
+        "KV cache",
+        "folder on disk for KV blocks that the cache evicts, and for all of them when the engine ends: prefixes "
+        "are read from there, also after a restart, and by other engines of the same model; CPUs only",
+    )
+    kv_cache_disk: str = option(
+        "20GiB", "KV cache", "the most that kv_cache_dir may hold, such as 500MiB or 20GiB"
+    )
+    kv_peers: str | None = option(
+        None,
+        "KV cache",
+        "addresses of other cores of this model, separated by commas: prefixes that they have cached are fetched "
+        "from there if that is quicker than computing, and this core gives them its own; over tcp:// beyond "
+        "loopback with the certificate of this core, which all of them have; CPUs only",
+    )
     kv_events: str | None = option(
         None,
         "KV cache",
@@ -333,6 +374,36 @@ class CacheOptions:
             return model_dtype
         return DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
 
+    def resolved_tier(self) -> TierConfig | None:
+        """Where KV blocks are kept beside memory; None if nowhere.
+
+        Raises:
+            ValueError: a bad size.
+        """
+        num_bytes = size_in_bytes("kv_cache_disk", self.kv_cache_disk)
+        lends = self.kv_peers is not None
+        if self.kv_cache_dir is None:
+            return TierConfig(lends=True) if lends else None
+        return TierConfig(str(Path(self.kv_cache_dir).expanduser().absolute()), num_bytes, lends)
+
+    def resolved_kv_peers(self) -> list[str]:
+        """The addresses of the cores from which blocks are fetched.
+
+        Raises:
+            ValueError: one is no address, or stands twice; there are too many.
+        """
+        if self.kv_peers is None:
+            return []
+        addresses = [address.strip() for address in self.kv_peers.split(",")]
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("kv_peers: the same address twice")
+        if len(addresses) > MAX_PEERS:
+            raise ValueError(f"kv_peers: {len(addresses)} addresses; at most {MAX_PEERS} can be asked")
+        try:
+            return [check_address(address) for address in addresses]
+        except ValueError as error:
+            raise ValueError(f"kv_peers: {error}") from None
+
     def resolved_kv_events(self) -> KVEventsConfig | None:
         """Where and how KV events are published; None if they are not.
 
@@ -347,6 +418,12 @@ class SchedulerOptions:
     """How many requests run and wait, and in which order."""
 
     max_num_batched_tokens: int = option(2048, "Scheduler", "maximum tokens computed in one step")
+    max_step_ms: int | None = option(
+        None,
+        "Scheduler",
+        "milliseconds that a step with prompts may take while others wait for their next token: prompts take more "
+        "steps then; 0: no limit (default: 200 on CPUs, 50 on GPUs; 0 of an `LLM`)",
+    )
     max_num_seqs: int = option(256, "Scheduler", "maximum sequences that run at once")
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs",

@@ -14,6 +14,7 @@ MAX_NAME_CHARS = 1024  # request id, cache salt, user, and whatever else names s
 MAX_STOP_CHARS = 1024  # each stop string
 MAX_BAD_WORD_CHARS = 256  # each bad word
 MAX_BAD_WORDS_CHARS = 1 << 15  # all bad words together
+MAX_OPTIONS_CHARS = 4096  # arguments of a model's processor, as JSON
 MAX_STRUCTURE_CHARS = 1 << 18  # a schema, regular expression or grammar, or all choices together
 
 # ---------------------------------------------------------------- a request: lengths of a list
@@ -44,6 +45,7 @@ MAX_BATCH_BYTES = 2 << 20
 MAX_ABORTS_PER_MESSAGE = 1 << 18  # keys, and sequences, of one `Abort`: more than may wait and run
 MAX_ARGUMENTS = 1 << 10  # of a call
 MAX_CALL_BYTES = 1 << 20  # of an encoded call with its arguments, where workers run it
+MAX_WEIGHT_BYTES = 1 << 19  # of weights, in a call
 MAX_HELLO_BYTES = 1 << 16  # a message before the core is ready, when it only takes greetings
 TEXT_BYTES = 4 << 20  # the strings and short lists of a request, and what surrounds them
 TOKEN_BYTES = 5  # a token id, encoded

@@ -3,7 +3,7 @@
     LLM.sleep(1) --Call("sleep", [1])--> core: WorkerSleep.sleep --WorkerCall--> worker: calls.sleep
 
 `CALLS` has them all. To add a call, declare it in a class below, and implement it under its name in `Control`
-(`engine_core/clients/control.py`) or a class that it lists, in `workers/process/calls.py`, or in both. What
+(`engine_core/calls/control.py`) or a class that it lists, in `workers/process/calls.py`, or in both. What
 `EngineCalls` declares is also a method of `LLM` and `LLMEngine`; `AsyncLLM` gets it by one line in
 `frontend/api/calls.py`.
 
@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import NoneType
-from typing import Annotated, Any, Concatenate, ParamSpec, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -26,15 +26,19 @@ from msgspec import Meta
 from pagewire.ipc.bounds import converted
 from pagewire.ipc.compatibility import KnowsAttributes
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.wire.budget import MAX_NAME_CHARS
-from pagewire.ipc.wire.lora import AdapterId, AdapterName, AdapterPath, AdapterVersion
-from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, MediaLayout
+from pagewire.ipc.wire.budget import MAX_NAME_CHARS, MAX_OPTIONS_CHARS, MAX_WEIGHT_BYTES
+from pagewire.ipc.wire.items import TensorForm, WeightFile
+from pagewire.ipc.wire.lora import MAX_PATH_CHARS, AdapterId, AdapterName, AdapterPath, AdapterVersion
+from pagewire.ipc.wire.media import MediaLayout
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 LONG_SECONDS = 60.0  # workers show progress in a call that declares a longer time limit
 PROMPT_SECONDS = 10.0  # of calls that the core answers by itself, as soon as it has taken the requests before
+MAX_NAMES_BYTES = 1 << 15  # of KV blocks in one call: 1024 names
+IDENTITY_BYTES = 32  # a hash of what KV blocks depend on beside their names
+TICKET_BYTES = 8  # at the beginning of an answer with blocks
 
 
 class RunsIn(Enum):
@@ -54,6 +58,8 @@ class Right(Enum):
     """Submit requests, and end its own."""
     EVENTS = "events"
     """Follow the names of cached blocks, with which guesses at the prompts of others can be checked."""
+    BLOCKS = "blocks"
+    """Take cached KV blocks by their names, as a core does of another one."""
     CONTROL = "control"
     """Pause the engine and put it to sleep, end the requests of others, call and profile workers."""
 
@@ -263,6 +269,24 @@ class EngineCalls(Caller):
         device: without effect: there is one cache, over all devices of the engine.
         """
 
+    @remote(
+        RunsIn.CORE,
+        right=Right.GENERATE,
+        session=Meta(max_length=MAX_NAME_CHARS, description="the name that the promises were given"),
+        tenant=Meta(max_length=MAX_NAME_CHARS, description="whose they are (default: this frontend's own)"),
+    )
+    def release_prefixes(self, session: str, tenant: str = "") -> int:
+        """End the promises that a session's prefixes stay cached: their blocks may be evicted then.
+
+        session: the name that requests gave (`Retention.name`).
+        tenant: whose promises they are; empty: those of this frontend's requests without a tenant.
+
+        Returns how many tokens are not promised to the tenant any more; 0 if there are no such promises.
+
+        Raises:
+            ValueError: no tenant has such a name.
+        """
+
     @remote(RunsIn.CORE)
     def reset_mm_cache(self) -> None:
         """Forget what is kept of pictures and sound: their features, and what the model's encoder has made of them.
@@ -415,6 +439,69 @@ class AdapterCalls(Caller):
         """The adapters that are registered: name, adapter_id, path, resident, num_bytes, rank, pinned."""
 
 
+class WeightCalls(Caller):
+    """The calls behind `update_weights`. Weights come from a file, or piece by piece from a frontend."""
+
+    @remote(
+        RunsIn.CORE,
+        seconds=3600.0,  # requests may run for long, and the weights may come from a slow disk
+        path=Meta(
+            max_length=MAX_PATH_CHARS,
+            description="a safetensors file, or a folder of some, below the engine's weights_dir",
+        ),
+        upload=Meta(ge=0, description="the number that `begin_weights` answered; 0: there is a path"),
+        version=Meta(max_length=MAX_NAME_CHARS, description="a name for outputs to say; default: a number"),
+        requests=Meta(description="what becomes of those that run: finish, recompute or abort"),
+    )
+    def update_weights(
+        self,
+        path: str = "",
+        upload: int = 0,
+        version: str = "",
+        requests: Literal["finish", "recompute", "abort"] = "finish",
+    ) -> str:
+        """Run with other weights from now on; returns their version.
+
+        Raises:
+            ValueError: a tensor that the model does not have, or with another shape or dtype; nothing is changed.
+                Or the model's weights cannot be replaced.
+            PermissionError: the path is not below `weights_dir`, or a link.
+            EngineBusyError: another update is going on, or the engine sleeps.
+            TimeoutError: requests still run after an hour; the weights stay as they are.
+        """
+
+    @remote(RunsIn.CORE, seconds=600.0)  # the first one asks the workers what the model has
+    def begin_weights(self, tensors: list[TensorForm]) -> int:
+        """Begin to send weights: these tensors, one behind the other. Returns the number of the upload.
+
+        An upload that this frontend had begun is dropped.
+
+        Raises:
+            ValueError: a tensor that the model does not have, or with another shape or dtype.
+            EngineBusyError: another frontend sends weights.
+        """
+
+    @remote(
+        RunsIn.CORE,
+        offset=Meta(ge=0, description="how many bytes came before"),
+        data=Meta(min_length=1, max_length=MAX_WEIGHT_BYTES, description="the next bytes"),
+    )
+    def send_weights(self, upload: int, offset: int, data: bytes) -> int:
+        """Send the next bytes of an upload; returns how many there are now.
+
+        Raises:
+            ValueError: there is no such upload of this frontend, or other bytes come next. OSError: no room.
+        """
+
+    @remote(RunsIn.BOTH, seconds=3600.0)
+    def load_weights(self, files: list[WeightFile]) -> None:
+        """Load the model anew, with the tensors of these files in place of its own; for the core alone.
+
+        Raises:
+            PermissionError: a frontend calls it.
+        """
+
+
 class HealthReport(TypedDict):
     """The answer to `check_health`, which describes it."""
 
@@ -490,12 +577,63 @@ class FlowCalls(Caller):
         """
 
 
+IDENTITY = Meta(max_length=IDENTITY_BYTES, description="of the blocks: model, layout and code")
+NAMES = Meta(max_length=MAX_NAMES_BYTES, description="one behind the other")
+
+
+class PeerCalls(Caller):
+    """The calls by which a core takes KV blocks of another one (`--kv-peers`)."""
+
+    @remote(
+        RunsIn.CORE,
+        right=Right.BLOCKS,
+        seconds=PROMPT_SECONDS,
+        overtakes=True,
+        identity=IDENTITY,
+        names=NAMES,
+    )
+    def find_blocks(self, identity: bytes, names: bytes) -> bytes:
+        """Which blocks with these names are there, in memory or on disk: a byte for each name, 0 or 1.
+
+        Raises:
+            ValueError: these are no names.
+        """
+
+    @remote(
+        RunsIn.CORE,
+        right=Right.BLOCKS,
+        seconds=PROMPT_SECONDS,
+        overtakes=True,
+        identity=IDENTITY,
+        names=NAMES,
+        ticket=Meta(max_length=TICKET_BYTES, description="of the last answer that was read; empty: of none"),
+    )
+    def fetch_blocks(self, identity: bytes, names: bytes, ticket: bytes = b"") -> bytes:
+        """The blocks with these names: a ticket, then an entry for each that is there, with checksums.
+
+        Answers at most `PART_BYTES` of blocks, but always one; those that are behind are left out. With the ticket
+        the caller says what it has read, so that no more than `MAX_PARTS` answers wait for it.
+
+        Raises:
+            ValueError: these are no names.
+            EngineBusyError: that many answers are not read yet, or too many other cores wait for blocks.
+        """
+
+
 class WorkerCalls(Caller):
     """The other methods of a worker, for `collective_rpc`."""
 
     @remote(RunsIn.WORKER, right=Right.READ, seconds=60.0)
     def ping(self) -> str:
         """Answers "pong"."""
+
+    @remote(RunsIn.WORKER, right=Right.READ, seconds=60.0)
+    def weight_tensors(self) -> list[TensorForm]:
+        """The tensors of the model's checkpoint, which `update_weights` can replace.
+
+        Raises:
+            ValueError: its weights cannot be replaced; the text says why.
+        """
 
     @remote(RunsIn.WORKER, right=Right.READ)
     def memory(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ from collections import Counter
 import msgspec
 
 from pagewire.ipc.digest import sha256_of
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_EMBEDDINGS_BYTES
 from pagewire.ipc.wire.codec import Tensor
@@ -71,20 +72,24 @@ def check_embeddings(name: str, embeddings: Tensor, size: int) -> None:
     """
     shape, dtype = embeddings.shape, embeddings.dtype
     if dtype not in WIDTHS:
-        raise ValueError(f"{name} must be float32, bfloat16 or float16, got {dtype}: convert them")
+        raise FieldValueError(name, f"must be float32, bfloat16 or float16, got {dtype}: convert them")
     if len(shape) != 2 or shape[0] < 1 or shape[1] != size:
-        raise ValueError(
-            f"{name} must have the shape [number of tokens, {size}], since embeddings of this model have "
-            f"{size} numbers; got {quoted(list(shape))}"
+        raise FieldValueError(
+            name,
+            f"must have the shape [number of tokens, {size}], since embeddings of this model have "
+            f"{size} numbers; got {quoted(list(shape))}",
         )
     if len(embeddings.data) > MAX_EMBEDDINGS_BYTES:
-        raise ValueError(
-            f"{name} have {len(embeddings.data)} bytes, and a prompt's may have {MAX_EMBEDDINGS_BYTES}: send "
-            "fewer, or float16 or bfloat16 in place of float32"
+        raise FieldValueError(
+            name,
+            f"have {len(embeddings.data)} bytes, and a prompt's may have {MAX_EMBEDDINGS_BYTES}: send "
+            "fewer, or float16 or bfloat16 in place of float32",
         )
     # The last byte of a number has its sign and the upper bits of its exponent.
     if bytes(embeddings.data)[WIDTHS[dtype] - 1 :: WIDTHS[dtype]].translate(None, SMALL[dtype]):
-        raise ValueError(f"{name} have a number that is NaN, infinite or not between -{LIMIT} and {LIMIT}")
+        raise FieldValueError(
+            name, f"have a number that is NaN, infinite or not between -{LIMIT} and {LIMIT}"
+        )
 
 
 def check_media(prompt: Prompt, info: EmbeddingsInfo, media: MediaInfo | None = None) -> None:

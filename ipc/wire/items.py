@@ -12,10 +12,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pagewire.ipc.wire.budget import MAX_MEDIA, MAX_NAME_CHARS, MAX_TOKENS
+from pagewire.ipc.shapes import Shape
+from pagewire.ipc.wire.budget import MAX_MEDIA, MAX_NAME_CHARS, MAX_OPTIONS_CHARS, MAX_TOKENS
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS
-from pagewire.ipc.wire.params import Name, SamplingParams
+from pagewire.ipc.wire.params import Name, NumTokens, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 
 TokenIds: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
@@ -24,6 +24,24 @@ NOTHING = Tensor("uint8", (0,), b"")
 
 class Item(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Base of numerous items in messages: encoded by position, and not tracked by the garbage collector."""
+
+
+class TensorForm(Item):
+    """A tensor without its numbers. dtype: as safetensors files have it, such as "BF16"."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Shape
+
+
+class WeightFile(Item):
+    """A safetensors file that the core keeps open.
+
+    path: by which processes of its user on its machine open it. state: see `ipc.files.weight_files.state_of`.
+    """
+
+    path: str
+    state: list[int]
 
 
 class Message(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -176,6 +194,36 @@ class Prompt(Item):
         while place < len(self.media) and (medium := self.media[place]).start < end:
             yield medium
             place += 1
+
+
+MAX_RETENTIONS = 4  # of a request
+MAX_RETAINED_SECONDS = 86_400.0
+RETAINED_SECONDS = 300.0  # where an API names no time
+
+
+class Retention(Item):
+    """A request's wish that the KV blocks of its prefix stay in the cache, whatever others need.
+
+    seconds: how long, from the request's last token on.
+    name: of a session or the like, by which promises are released; empty: only their time ends them.
+    num_tokens: of the prompt, from its beginning; 0: all of it. Only full blocks are kept.
+    with_output: the output is kept too, behind a whole prompt.
+    """
+
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_RETAINED_SECONDS)] = RETAINED_SECONDS
+    name: Name = ""
+    num_tokens: NumTokens = 0
+    with_output: bool = False
+
+
+class RetainedPrefix(Item):
+    """What became of a `Retention`.
+
+    num_tokens: of the sequence, from its beginning, that are kept. refusal: why these are not all; empty: they are.
+    """
+
+    num_tokens: int
+    refusal: str = ""
 
 
 Task: TypeAlias = SamplingParams | PoolingParams

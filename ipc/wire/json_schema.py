@@ -6,6 +6,7 @@ import json
 from itertools import islice
 from typing import Any
 
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import shortened
 
 # Keywords of all drafts.
@@ -102,7 +103,7 @@ def check_is_schema(name: str, value: dict[str, Any]) -> None:
     """
     if CONSTRAINTS.isdisjoint(value) and not ANNOTATIONS.issuperset(value):
         schema = shortened(json.dumps(schema_of(value), ensure_ascii=False), 400)
-        raise ValueError(f"{name} is not a JSON schema, and would allow anything: write it as {schema}")
+        raise FieldValueError(name, f"is not a JSON schema, and would allow anything: write it as {schema}")
 
 
 def schema_of(shape: Any) -> dict[str, Any]:

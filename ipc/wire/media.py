@@ -22,7 +22,6 @@ from pagewire.ipc.wire.budget import MAX_MEDIUM_BYTES, MAX_TOKENS
 from pagewire.ipc.wire.codec import Tensor
 
 KEPT_EMBEDDINGS = 1 << 14  # that workers keep of media
-MAX_OPTIONS_CHARS = 4096  # of a processor's arguments, as JSON
 TOKEN_TYPE = "i"  # of an `array` of tokens: a layout that is kept takes 4 bytes a token, a list up to 36
 
 

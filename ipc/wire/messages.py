@@ -20,21 +20,23 @@ from pagewire.ipc.wire.budget import (
     MAX_ARGUMENTS,
     MAX_BATCH_BYTES,
     MAX_REQUESTS_PER_MESSAGE,
-    MAX_RESUMED_SEQUENCES,
     message_bytes,
     unfinished_bytes,
 )
-from pagewire.ipc.wire.codec import Buffer, Tensor
+from pagewire.ipc.wire.codec import Buffer
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
-from pagewire.ipc.wire.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
-from pagewire.ipc.wire.lora import AdapterSource, LoRAConfig
+from pagewire.ipc.wire.items import Message, Prompt
+from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.media import MediaInfo
 from pagewire.ipc.wire.model_figures import ModelFigures
-from pagewire.ipc.wire.params import Name, SamplingParams
+from pagewire.ipc.wire.params import Name
 from pagewire.ipc.wire.pooling import PoolingInfo
+from pagewire.ipc.wire.requests import Request as Request
+from pagewire.ipc.wire.requests import RequestTiming as RequestTiming
+from pagewire.ipc.wire.requests import TokenDelta as TokenDelta
 from pagewire.ipc.wire.sources import SourceInfo
 
-PROTOCOL = 12
+PROTOCOL = 14
 
 
 class EngineInfo(Message):
@@ -127,45 +129,6 @@ class Hello(Message, tag="hello"):
     name: Name = ""
 
 
-class Request(Item):
-    """What a frontend submits, once: a prompt, and what to do with it.
-
-    key: chosen by the frontend, unique among its unfinished requests; deltas carry it.
-    request_id: the public id, for logs.
-    task: parameters of n sequences to generate, or of a pooled result.
-    seed: always set (the frontend chooses one if the user gave none); sequence i of n samples with a seed derived
-        from (seed, i).
-    output_token_ids: the tokens generated so far, for each sequence (a resubmission after the core was lost).
-    num_prompt_logprobs: the prompt positions, from position 1 on, whose log probabilities were delivered before.
-    age: seconds between its arrival and its submission; the core dates the arrival back by it.
-    rank: how many sequences of the same batch (such as the prompts of one HTTP request) come before its own; later
-        requests of the tenant may pass those with a high rank.
-    tenant: the name of whom it is served for; tenants share the engine. Empty: the frontend is the tenant.
-    adapter: the LoRA adapter that it runs with; None: the model alone. `prompt.adapter`, its content, is set by the
-        core; in a resubmitted request it is that of the first core, which must be the same.
-    """
-
-    key: int
-    request_id: Name
-    prompt: Prompt
-    task: Task
-    seed: int
-    eos_token_id: int | None = None
-    priority: int = 0
-    output_token_ids: Annotated[list[TokenIds], Meta(max_length=MAX_RESUMED_SEQUENCES)] | None = None
-    num_prompt_logprobs: int = 0
-    age: float = 0.0
-    rank: int = 0
-    tenant: str = ""
-    adapter: AdapterSource | None = None
-
-    @property
-    def params(self) -> SamplingParams:
-        """The parameters of a request that generates."""
-        assert isinstance(self.task, SamplingParams), "the request is for a pooled result"
-        return self.task
-
-
 class Submit(Message, tag="submit"):
     """New requests, in order of arrival.
 
@@ -255,58 +218,20 @@ class Refused(Message, tag="refused"):
 
     error_type: name of the exception (`ipc.errors.ERROR_TYPES`), such as the one for which the core did not start.
     keys, call_id: the requests and the call of the refused message, as far as they could be read.
+    error_place: the field that the error is about, as its text begins with it (`ipc.errors.FieldError`).
     """
 
     error: str
     error_type: str = "ProtocolError"
     keys: list[int] = []
     call_id: int | None = None
+    error_place: str | None = None
 
 
 class Detached(Message, tag="detached"):
     """The core has dropped this frontend and its requests, or never knew it; `Hello` attaches it again."""
 
     cause: str
-
-
-class RequestTiming(Item):
-    """When a sequence reached each state, in seconds on the core's monotonic clock."""
-
-    arrived: float
-    scheduled: float
-    first_token: float
-    finished: float
-
-
-class TokenDelta(Item):
-    """New output of one sequence of a request.
-
-    finish_reason: "stop", "length", "abort" or "error"; None while the sequence continues.
-    stop_reason: the stop token, if one of `stop_token_ids` ended the sequence.
-    prompt_logprobs: for the next prompt positions (from position 1 on); only for index 0.
-    pooled: the result of a request with `PoolingParams`; its finish_reason is "stop".
-    num_cached_tokens, timing: set in the first and in the last delta of the sequence.
-    error, error_type: why the sequence failed; if it was refused, also the name of the exception ("ValueError",
-        "EngineBusyError").
-    num_drafts, num_accepted: proposed tokens that were verified for this, and how many of `token_ids` are such.
-    adapter: sha256 of the content of its adapter; set with the first token.
-    """
-
-    key: int
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    logprobs: LogprobRows | None = None
-    prompt_logprobs: LogprobRows | None = None
-    pooled: Tensor | None = None
-    num_cached_tokens: int | None = None
-    timing: RequestTiming | None = None
-    error: str | None = None
-    error_type: str | None = None
-    num_drafts: int = 0
-    num_accepted: int = 0
-    adapter: bytes = b""
 
 
 class Deltas(Message, tag="deltas"):
@@ -350,12 +275,13 @@ class Blocks(Message, tag="blocks"):
 
 
 class CallAnswer(Message, tag="reply"):
-    """Answer to a `Call`: a result, or an error with the name of its type."""
+    """Answer to a `Call`: a result, or an error with the name of its type, and the field that it is about."""
 
     call_id: int
     result: Any = None
     error: str | None = None
     error_type: str | None = None
+    error_place: str | None = None
 
 
 class Pong(Message, tag="pong"):

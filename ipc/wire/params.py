@@ -13,9 +13,17 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.ipc import beams
-from pagewire.ipc.bounds import check_fields, check_float, check_integer, check_text, meta_of, unknown_name
+from pagewire.ipc.bounds import (
+    MAX_PROCESSORS,
+    check_fields,
+    check_float,
+    check_integer,
+    check_text,
+    meta_of,
+    unknown_name,
+)
 from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
-from pagewire.ipc.models.own_code import MAX_PROCESSORS
+from pagewire.ipc.errors import Field, FieldTypeError, FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.timestamps import TimestampRules
 from pagewire.ipc.wire.budget import (
@@ -160,7 +168,9 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         if given[0] not in JSON_STRUCTURES and (
             unused := [name for name in JSON_OPTIONS if getattr(self, name) not in (None, False)]
         ):
-            raise ValueError(f"{unused[0]} is for JSON ({', '.join(JSON_STRUCTURES)}), not for a {given[0]}")
+            raise FieldValueError(
+                unused[0], f"is for JSON ({', '.join(JSON_STRUCTURES)}), not for a {given[0]}"
+            )
         self._check_kind(given[0])
 
     @property
@@ -188,10 +198,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         size = len(getattr(self, kind)) if isinstance(getattr(self, kind), str) else 0
         if self.choice is not None:
             if not self.choice:
-                raise ValueError("choice must not be empty: nothing could be generated")
+                raise FieldValueError("choice", "must not be empty: nothing could be generated")
             size = sum(len(text) + 1 for text in self.choice)
         if size + len(self.whitespace_pattern or "") > MAX_STRUCTURE_CHARS:
-            raise ValueError(f"{kind} must have at most {MAX_STRUCTURE_CHARS} characters, it has {size}")
+            raise FieldValueError(kind, f"must have at most {MAX_STRUCTURE_CHARS} characters, it has {size}")
 
 
 class GuidedDecodingParams(StructuredOutputsParams):
@@ -217,7 +227,7 @@ def check_structure_size(name: str, value: str | dict[str, Any]) -> None:
     except (TypeError, ValueError, OverflowError, RecursionError):
         return  # Python's encoder says what is wrong
     if size > MAX_SPELLING * MAX_STRUCTURE_CHARS:
-        raise ValueError(f"{name} must have at most {MAX_STRUCTURE_CHARS} characters, it has {size}")
+        raise FieldValueError(name, f"must have at most {MAX_STRUCTURE_CHARS} characters, it has {size}")
 
 
 def json_object_text(name: str, value: Any) -> str:
@@ -229,17 +239,17 @@ def json_object_text(name: str, value: Any) -> str:
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     if not isinstance(value, (str, dict)):
-        raise TypeError(f"{name} must be a JSON object or its text, got {quoted(value)}")
+        raise FieldTypeError(name, f"must be a JSON object or its text, got {quoted(value)}")
     check_structure_size(name, value)
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:
-        raise ValueError(f"{name} must be at most {MAX_JSON_DEPTH} levels deep") from None
+        raise FieldValueError(name, f"must be at most {MAX_JSON_DEPTH} levels deep") from None
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} is not valid JSON: {error}") from None
+        raise FieldValueError(name, f"is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise ValueError(f"{name} must be a JSON object, got {text:.80}")
+        raise FieldValueError(name, f"must be a JSON object, got {text:.80}")
     level: list[Any] = [parsed]
     depth = 0
     while level:
@@ -247,7 +257,7 @@ def json_object_text(name: str, value: Any) -> str:
         inner = (v for part in level for v in (part.values() if isinstance(part, dict) else part))
         level = [value for value in inner if isinstance(value, (dict, list, tuple))]
     if depth > MAX_JSON_DEPTH:
-        raise ValueError(f"{name} must be at most {MAX_JSON_DEPTH} levels deep, it has {depth}")
+        raise FieldValueError(name, f"must be at most {MAX_JSON_DEPTH} levels deep, it has {depth}")
     check_text(name, text)
     if name == "json":
         check_is_schema(name, parsed)
@@ -411,9 +421,10 @@ class SamplingParams(
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
         if isinstance(self.logits_processors, list) and any(map(callable, self.logits_processors)):
-            raise ValueError(
-                "logits_processors takes names, since code never crosses a socket: start the engine with "
-                "logits_processors=['NAME=module:Class'], and give the name"
+            raise FieldValueError(
+                "logits_processors",
+                "takes names, since code never crosses a socket: start the engine with "
+                "logits_processors=['NAME=module:Class'], and give the name",
             )
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
@@ -423,16 +434,16 @@ class SamplingParams(
             try:  # JSON objects have string keys
                 self.logit_bias = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
             except (TypeError, ValueError):
-                raise TypeError("the keys of logit_bias must be token ids") from None
+                raise FieldTypeError("keys of logit_bias", "must be token ids") from None
 
     def _check_structure(self) -> None:
         structure = StructuredOutputsParams.read(self.structured_outputs)
         guided = GuidedDecodingParams.read(self.guided_decoding)
         if structure is not None and guided is not None:
-            raise ValueError("structured_outputs and guided_decoding are the same: give one")
+            raise FieldValueError("structured_outputs", "and guided_decoding are the same: give one")
         for name, value in (("structured_outputs", structure), ("guided_decoding", guided)):
             if value is not None and not isinstance(value, StructuredOutputsParams):
-                raise TypeError(f"{name} must be StructuredOutputsParams, got {quoted(value)}")
+                raise FieldTypeError(name, f"must be StructuredOutputsParams, got {quoted(value)}")
         if isinstance(guided, GuidedDecodingParams):
             fields = StructuredOutputsParams.__struct_fields__
             guided = StructuredOutputsParams(**{name: getattr(guided, name) for name in fields})
@@ -441,63 +452,75 @@ class SamplingParams(
     def _check_values(self) -> None:
         """What bounds cannot say of a single field."""
         if self.n > 1 and self.n > max_n():
-            raise ValueError(f"n must be at most {max_n()}, got {self.n}; PAGEWIRE_MAX_N_SEQUENCES raises it")
+            raise FieldValueError(
+                "n", f"must be at most {max_n()}, got {self.n}; PAGEWIRE_MAX_N_SEQUENCES raises it"
+            )
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
+            raise FieldValueError("truncate_prompt_tokens", "must be -1 or at least 1, got 0")
         for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words)):
             if texts and "" in texts:
-                raise ValueError(f"{name} must not contain an empty string")
+                raise FieldValueError(name, "must not contain an empty string")
         if (size := sum(map(len, self.bad_words or ()))) > MAX_BAD_WORDS_CHARS:
-            raise ValueError(
-                f"bad_words must have at most {MAX_BAD_WORDS_CHARS} characters together, they have {size}"
+            raise FieldValueError(
+                "bad_words", f"must have at most {MAX_BAD_WORDS_CHARS} characters together, they have {size}"
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("allowed_token_ids must not be empty: no token could be generated")
+            raise FieldValueError("allowed_token_ids", "must not be empty: no token could be generated")
         if self.extra_args is not None:
             self._check_extra_args()
 
     def _check_extra_args(self) -> None:
         if not isinstance(self.extra_args, dict) or not all(isinstance(k, str) for k in self.extra_args):
-            raise TypeError(f"extra_args must map strings to values, got {quoted(self.extra_args)}")
+            raise FieldTypeError("extra_args", f"must map strings to values, got {quoted(self.extra_args)}")
         try:
             size = len(msgspec.msgpack.encode(self.extra_args))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(f"extra_args must hold what msgpack can carry: {error}") from None
+            raise FieldValueError("extra_args", f"must hold what msgpack can carry: {error}") from None
         if size > MAX_EXTRA_BYTES:
-            raise ValueError(f"extra_args must have at most {MAX_EXTRA_BYTES} bytes (msgpack), it has {size}")
+            raise FieldValueError(
+                "extra_args", f"must have at most {MAX_EXTRA_BYTES} bytes (msgpack), it has {size}"
+            )
 
     def _check_together(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind must be a RequestOutputKind, got {quoted(self.output_kind)}")
+            raise FieldTypeError(
+                "output_kind", f"must be a RequestOutputKind, got {quoted(self.output_kind)}"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            raise FieldValueError(
+                "min_tokens",
+                "must be at most ",
+                Field("max_tokens"),
+                f"={self.max_tokens}, got {self.min_tokens}",
             )
         check_logit_edits(self.n, self.num_logit_edits)
         if self.num_returned is not None and self.num_returned > self.n:
-            raise ValueError(f"num_returned must be at most n={self.n}, got {self.num_returned}")
+            raise FieldValueError("num_returned", f"must be at most n={self.n}, got {self.num_returned}")
         if self.best_of is not None and not self.n <= self.best_of <= max_n():
-            raise ValueError(f"best_of must be from n={self.n} to {max_n()}, got {self.best_of}")
+            raise FieldValueError("best_of", f"must be from n={self.n} to {max_n()}, got {self.best_of}")
         self._check_beams()
         if self.thinking is not None and not isinstance(self.thinking, ThinkingMarks):
-            raise TypeError(f"thinking must be ThinkingMarks, got {quoted(self.thinking)}")
+            raise FieldTypeError("thinking", f"must be ThinkingMarks, got {quoted(self.thinking)}")
         if self.timestamps is not None and not isinstance(self.timestamps, TimestampRules):
-            raise TypeError(f"timestamps must be TimestampRules, got {quoted(self.timestamps)}")
+            raise FieldTypeError("timestamps", f"must be TimestampRules, got {quoted(self.timestamps)}")
         if self.thinking is not None and self.thinking_token_budget is None:
-            raise ValueError("thinking has the marks of reasoning, for a budget: give thinking_token_budget")
+            raise FieldValueError(
+                "thinking", "has the marks of reasoning, for a budget: give thinking_token_budget"
+            )
         if self.stop_strings and not self.detokenize:
-            raise ValueError("stop strings need detokenize=True: they are looked for in the text")
+            raise FieldValueError("stop", "strings need detokenize=True: they are looked for in the text")
         if self.temperature == 0.0:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
 
     def _check_beams(self) -> None:
         check_early_stopping(self.early_stopping)
         if (refused := beams.refusal(self, self.use_beam_search)) is not None:
-            raise ValueError(refused[1])
+            raise refused
         if self.use_beam_search and self.structured_outputs is not None:
-            raise ValueError(
-                "structured_outputs are not supported with use_beam_search: beams are extended by tokens, without "
-                "a grammar; sample with best_of instead"
+            raise FieldValueError(
+                "structured_outputs",
+                "are not supported with use_beam_search: beams are extended by tokens, without "
+                "a grammar; sample with best_of instead",
             )
 
 
@@ -510,18 +533,19 @@ def check_logit_edits(num_sequences: int, num_edits: int) -> None:
         ValueError: their product is over `MAX_LOGIT_EDITS`.
     """
     if num_sequences * num_edits > MAX_LOGIT_EDITS:
-        raise ValueError(
-            f"logit_bias, allowed_token_ids, stop_token_ids and bad_words have {num_edits} entries for each of "
+        raise FieldValueError(
+            "logit_bias",
+            f", allowed_token_ids, stop_token_ids and bad_words have {num_edits} entries for each of "
             f"{num_sequences} sequences, which makes {num_sequences * num_edits}; at most {MAX_LOGIT_EDITS} are "
-            "allowed: give fewer, or ask for fewer sequences at a time"
+            "allowed: give fewer, or ask for fewer sequences at a time",
         )
 
 
 def check_early_stopping(value: Any) -> None:
     """Refuse another value than True, False or "never"; raises ValueError or TypeError."""
     if not isinstance(value, bool) and value != "never":
-        kind = ValueError if isinstance(value, str) else TypeError
-        raise kind(f"early_stopping must be True, False or 'never', got {quoted(value)}")
+        kind = FieldValueError if isinstance(value, str) else FieldTypeError
+        raise kind("early_stopping", f"must be True, False or 'never', got {quoted(value)}")
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -558,6 +582,9 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
         check_fields(self)
         check_early_stopping(self.early_stopping)
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            raise FieldValueError(
+                "min_tokens",
+                "must be at most ",
+                Field("max_tokens"),
+                f"={self.max_tokens}, got {self.min_tokens}",
             )

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.ipc.bounds import check_fields, unknown_name
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.params import Name, TruncatedLength
 
@@ -64,10 +65,10 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
                 f"{unknown_name('pooling task', self.task, TASKS)}; there are {', '.join(TASKS)}"
             )
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
+            raise FieldValueError("truncate_prompt_tokens", "must be -1 or at least 1, got 0")
         if self.softmax is not None:
             if self.activation not in (None, self.softmax):
-                raise ValueError("softmax is the older name of activation: give one of them")
+                raise FieldValueError("softmax", "is the older name of activation: give one of them")
             self.activation, self.softmax = self.softmax, None
 
     def clone(self) -> PoolingParams:
@@ -189,10 +190,12 @@ class PoolingInfo(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
                 f"this model does not serve the task {task!r}, it serves {', '.join(self.tasks)}"
             )
         if params.all_tokens != self.needs_all_tokens(task):
-            raise ValueError(f"all_tokens must be {self.needs_all_tokens(task)} for {task} with this model")
+            raise FieldValueError(
+                "all_tokens", f"must be {self.needs_all_tokens(task)} for {task} with this model"
+            )
         if params.second_segment and (not self.token_types or params.second_segment >= num_tokens):
-            raise ValueError(
-                f"second_segment={params.second_segment}: there is no such segment with this model"
+            raise FieldValueError(
+                "second_segment", f"={params.second_segment}: there is no such segment with this model"
             )
         self._check_dimensions(params.dimensions, task)
         size = self.result_bytes(params, num_tokens)
@@ -206,14 +209,17 @@ class PoolingInfo(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
         if dimensions is None:
             return
         if task not in ("embed", "token_embed"):
-            raise ValueError(f"dimensions are those of embeddings, the task is {task}")
+            raise FieldValueError("dimensions", f"are those of embeddings, the task is {task}")
         if not self.matryoshka and dimensions != self.size:
-            raise ValueError(
-                f"dimensions={dimensions}: this model's embeddings have {self.size} dimensions and were not "
-                "trained for fewer; hf_overrides={'is_matryoshka': True} says that they were"
+            raise FieldValueError(
+                "dimensions",
+                f"={dimensions}: this model's embeddings have {self.size} dimensions and were not "
+                "trained for fewer; hf_overrides={'is_matryoshka': True} says that they were",
             )
         if dimensions > self.size:
-            raise ValueError(f"dimensions={dimensions}: this model's embeddings have {self.size} dimensions")
+            raise FieldValueError(
+                "dimensions", f"={dimensions}: this model's embeddings have {self.size} dimensions"
+            )
         if self.matryoshka_dimensions and dimensions not in self.matryoshka_dimensions:
             allowed = ", ".join(map(str, self.matryoshka_dimensions))
-            raise ValueError(f"dimensions={dimensions}: this model was trained for {allowed}")
+            raise FieldValueError("dimensions", f"={dimensions}: this model was trained for {allowed}")

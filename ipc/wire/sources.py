@@ -18,7 +18,7 @@ from pagewire.ipc.wire.media import MediaInfo, MediumInfo, media_name
 
 TEXT, SOUND = "text", "audio"
 """The kinds of media that are sources."""
-NO_PROMPT_LOGPROBS = "prompt_logprobs: an encoder-decoder gives none: ask for logprobs of what is generated"
+NO_PROMPT_LOGPROBS = ": an encoder-decoder gives none: ask for logprobs of what is generated"
 PADDING = 0
 """The token behind a source, up to the end of its last block, and in place of a sound; nothing reads it."""
 

@@ -12,7 +12,7 @@ from pagewire.ipc.wire.messages import Request, Submit
 from pagewire.ipc.wire.params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagewire.ipc.wire.worker_messages import SlotInit
+    from pagewire.ipc.wire.steps import SlotInit
 
 NO_TASK = SamplingParams()  # stands in a request whose task is in another one of the message
 

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kParallelWork = 1 << 17;  // multiply-adds below which one thread is faster
 constexpr int kBlock = 4;                   // rows whose sums are in registers together, and ranks of a
-constexpr int kVectors = kLanes == 16 ? 4 : 2;
+constexpr int kVectors = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kRowChunk = 8, kRankChunk = 16, kColumnChunk = 1024;  // of a work item
 constexpr int64_t kLead = 8192;  // bytes that the reading of an adapter for one row runs ahead
 constexpr int64_t kPanel = 64;  // columns of b that lie together, a multiple of what is summed up at a time
@@ -34,18 +34,18 @@ struct Link {
   static INLINE Floats add(Floats sum, Factor x, Factor a) { return fma(x, a, sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEWIRE_PAIRS)
 template <>
 struct Link<bf16, bf16> {
   static constexpr int64_t depth = 2 * kLanes;
-  using Factor = __m512bh;
-  static INLINE Factor whole(const bf16* from) { return load_raw<__m512bh>(from); }
+  using Factor = Pairs;
+  static INLINE Factor whole(const bf16* from) { return load_raw<Pairs>(from); }
   static INLINE Factor part(const bf16* from, int64_t left) {
     bf16 elements[depth] = {};
     std::memcpy(elements, from, size_t(left) * sizeof(bf16));
-    return load_raw<__m512bh>(elements);
+    return load_raw<Pairs>(elements);
   }
-  static INLINE Floats add(Floats sum, Factor x, Factor a) { return (Floats)_mm512_dpbf16_ps((__m512)sum, x, a); }
+  static INLINE Floats add(Floats sum, Factor x, Factor a) { return add_products(sum, x, a); }
 };
 #endif
 

@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int kVectorRows = 6;
-constexpr int kColumns = kLanes == 16 ? 4 : 2;  // kVectorRows x kColumns accumulators fit in the registers
+constexpr int kColumns = kRegisters == 32 ? 4 : 2;  // kVectorRows x kColumns accumulators fit in the registers
 constexpr int kPanelKeys = kColumns * kLanes;
 constexpr int kStepKeys = kPanelKeys > kSumLanes ? kPanelKeys : kSumLanes;  // that scores are computed for
 
@@ -54,19 +54,19 @@ struct SplitProduct {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEWIRE_PAIRS)
 // Pairs of bfloat16, multiplied by one instruction.
 struct PairProduct {
   using Element = uint32_t;
-  using Keys = __m512bh;
+  using Keys = Pairs;
   using Sum = Floats;
   static INLINE void queries(const bf16* q, int64_t count, Element* to) {
     if (count % 2) to[count / 2] = 0;
     std::memcpy(to, q, size_t(count) * sizeof(bf16));
   }
-  static INLINE Keys keys(const bf16* at) { return load_raw<__m512bh>(at); }
+  static INLINE Keys keys(const bf16* at) { return load_raw<Pairs>(at); }
   static INLINE Floats multiply_add(Element q, Keys k, Floats sum) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(q)), k);
+    return add_products(sum, broadcast_pair(q), k);
   }
 };
 using BrainProduct = PairProduct;
@@ -180,17 +180,17 @@ struct SplitValue : PairedValue {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEWIRE_PAIRS)
 // Multiplied by one instruction. Probabilities are rounded to bfloat16, as in eager attention; those of the keys 2 i
 // and 2 i + 1 then lie at i.
 struct PairValue : PairedValue {
-  static INLINE __m512bh load(const bf16* row, int64_t column) { return load_raw<__m512bh>(row + 2 * column); }
-  static INLINE Floats multiply_add(const float* probabilities, int key, __m512bh v, Floats sum) {
-    const __m512bh p = (__m512bh)_mm512_set1_epi32(load_raw<int>(probabilities + key / 2));
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, p, v);
+  static INLINE Pairs load(const bf16* row, int64_t column) { return load_raw<Pairs>(row + 2 * column); }
+  static INLINE Floats multiply_add(const float* probabilities, int key, Pairs v, Floats sum) {
+    return add_products(sum, broadcast_pair(load_raw<uint32_t>(probabilities + key / 2)), v);
   }
   static INLINE void keep(Floats low, Floats high, float* probabilities, int key) {
-    store(probabilities + key / 2, (Floats)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    const Pairs both = rounded_pairs(low, high);
+    std::memcpy(probabilities + key / 2, &both, sizeof(both));
   }
 };
 using BrainValue = PairValue;

@@ -1,7 +1,8 @@
-"""Compiles the CPU kernels with the host's compiler, once per machine.
+"""The libraries of CPU kernels: brought along by a wheel, or compiled with the host's compiler, once per machine.
 
 A library holds the kernels for one instruction set. Its name in the cache is the hash of everything that went into
-it, so a changed source, compiler or flag gives another file.
+it, so a changed source, compiler or flag gives another file. In a wheel the name leaves out the compiler, which the
+machine of a user need not have.
 """
 
 import functools
@@ -11,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from pagewire.kernels.cpu.panels import MACROS, TILE_DEPTH, UNPACKED, Panels
 from pagewire.kernels.cpu.progress import CompileProgress
-from pagewire.kernels.native import cache
+from pagewire.kernels.native import cache, shipped
 
 logger = logging.getLogger("pagewire.kernels")
 
@@ -58,7 +60,9 @@ FLAGS = (
     "-fno-trapping-math",
     *MACROS,
 )
-
+# Of a library in a wheel: stripped, with what it uses of GCC's C++ runtime hidden in it, since machines have other
+# versions of that. The rest of the runtime would ask for the newest C library.
+STANDALONE = ("-s", "-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections")
 
 COMPILE_SECONDS = 1800.0  # for one part; on a busy machine it takes minutes
 
@@ -69,7 +73,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """The CPU flags that a library needs (names of /proc/cpuinfo), and the compiler's flags for them."""
+    """The CPU flags that a library needs (see `cpu_flags`), and the compiler's flags for them."""
 
     name: str
     cpu_flags: frozenset[str] = frozenset()
@@ -101,9 +105,26 @@ _AVX512_BF16 = InstructionSet(  # no CPU has the former without the latter
 _AVX_VNNI = InstructionSet(
     "avx_vnni", _AVX2.cpu_flags | {"avx_vnni"}, (*_AVX2.compiler_flags, "-mavxvnni"), _NARROW
 )
+_NEON = InstructionSet(
+    "neon", frozenset({"asimd"}), ("-march=armv8-a", "-DPAGEWIRE_NEON"), Panels(16, 16)
+)  # every ARM CPU with 64 bits
+_NEON_DOT = InstructionSet(
+    "neon_dot",
+    _NEON.cpu_flags | {"atomics", "asimddp"},
+    ("-march=armv8.2-a+dotprod", "-DPAGEWIRE_NEON"),
+    _NEON.panels,
+)
+_NEON_BF16 = InstructionSet(
+    "neon_bf16",
+    _NEON_DOT.cpu_flags | {"i8mm", "bf16"},
+    ("-march=armv8.2-a+dotprod+i8mm+bf16", "-DPAGEWIRE_NEON"),
+    Panels(16, 16, frozenset({("bfloat16", 2)})),
+)
 _PORTABLE = InstructionSet("portable", panels=Panels(8, 8))
-VECTORS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX_VNNI, _AVX2, _PORTABLE)
-"""Sets without matrix tiles, the best first."""
+_X86_VECTORS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX_VNNI, _AVX2)
+_ARM_VECTORS = (_NEON_BF16, _NEON_DOT, _NEON)
+VECTORS = (*_X86_VECTORS, *_ARM_VECTORS, _PORTABLE)
+"""Sets without matrix tiles, the best of each architecture first."""
 
 _AMX = InstructionSet(
     "amx",
@@ -118,7 +139,7 @@ _AMX_FP16 = InstructionSet(
     _TILES_FP16,
 )
 INSTRUCTION_SETS = (_AMX_FP16, _AMX, *VECTORS)
-"""The best first."""
+"""Of all architectures, the best of each first."""
 
 EMULATED_TILES = "amx_emulated"
 """The name of `emulated_tiles`."""
@@ -127,12 +148,20 @@ REFERENCE = "reference"
 
 
 CPUINFO = Path("/proc/cpuinfo")
+AUXILIARY_VECTOR = Path("/proc/self/auxv")
+# Of ARM, by the entry of the auxiliary vector (AT_HWCAP, AT_HWCAP2) and the bit, with their names in /proc/cpuinfo.
+ARM_FLAGS = {16: {1: "asimd", 8: "atomics", 20: "asimddp"}, 26: {13: "i8mm", 14: "bf16"}}
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """The flags of this CPU in /proc/cpuinfo; empty if that file is missing."""
+    """The flags of this CPU, by their names in /proc/cpuinfo; empty if the system does not say.
+
+    On ARM they come from what Linux tells each process, since an emulator may leave /proc/cpuinfo as the host's.
+    """
     try:
+        if platform.machine() == "aarch64":
+            return _flags_in(AUXILIARY_VECTOR.read_bytes())
         for line in CPUINFO.read_text().splitlines():
             if line.startswith("flags"):
                 return frozenset(line.partition(":")[2].split())
@@ -141,10 +170,27 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def _flags_in(auxiliary_vector: bytes) -> frozenset[str]:
+    """ARM's flags. auxiliary_vector: pairs of an entry and its value, of 64 bits each."""
+    entries = dict(struct.iter_unpack("=QQ", auxiliary_vector))
+    return frozenset(
+        name
+        for entry, bits in ARM_FLAGS.items()
+        for bit, name in bits.items()
+        if entries.get(entry, 0) >> bit & 1
+    )
+
+
 def multiplies_bfloat16(isa: str) -> bool:
     """True if an instruction set multiplies numbers in bfloat16; the others convert each to float32 first."""
-    sets = (chosen for chosen in INSTRUCTION_SETS if "avx512_bf16" in chosen.cpu_flags)
+    sets = (chosen for chosen in INSTRUCTION_SETS if chosen.cpu_flags & {"avx512_bf16", "bf16"})
     return isa == EMULATED_TILES or isa in {chosen.name for chosen in sets}
+
+
+def compiled_for(machine: str) -> list[InstructionSet]:
+    """The sets that a compiler for a machine knows, the best first. machine: of `platform.machine`."""
+    known = {"x86_64": (_AMX_FP16, _AMX, *_X86_VECTORS), "aarch64": _ARM_VECTORS}
+    return [*known.get(machine, ()), _PORTABLE]
 
 
 def supported_instruction_sets() -> list[InstructionSet]:
@@ -182,23 +228,34 @@ def compiler_command() -> list[str]:
 
 
 def build(isa: InstructionSet) -> bytes:
-    """The content of the library for an instruction set, compiled if it is not in the cache.
+    """The content of the library for an instruction set: from the wheel, from the cache, or compiled.
 
     If several processes need the library at once, one of them compiles it and the others wait.
 
     Raises:
         BuildError: no compiler, the compiler failed, or there is no place for its files.
     """
-    command = [*compiler_command(), *FLAGS, *isa.compiler_flags, *isa.panels.macros]
+    if (library := shipped.read(shipped_name(isa))) is not None:
+        return library
     name = library_name(isa)
     if (library := cache.read(name)) is not None:
         return library
     with cache.locked():
         if (library := cache.read(name)) is None:
-            with CompileProgress(f"the CPU kernels for {isa.name}", len(SOURCES)) as progress:
-                library = _compiled(command, progress)
+            library = _compiled(isa)
             cache.write(name, library)
     return library
+
+
+def ship(isa: InstructionSet, folder: Path) -> Path:
+    """Compile the library for an instruction set as a wheel has it, into a folder, and return its path.
+
+    Raises:
+        BuildError: see `build`.
+    """
+    path = folder / shipped_name(isa)
+    path.write_bytes(_compiled(isa, STANDALONE))
+    return path
 
 
 def library_name(isa: InstructionSet) -> str:
@@ -207,37 +264,59 @@ def library_name(isa: InstructionSet) -> str:
     Raises:
         BuildError: no compiler, or it does not tell its version.
     """
-    here, compiler = Path(__file__).parent, compiler_command()
-    flags = [*FLAGS, *isa.compiler_flags, *isa.panels.macros]
-    key = hashlib.sha256()
-    for part in (cache.FORMAT, _run([*compiler, "--version"]), platform.machine(), *flags):
+    return _name(isa, cache.FORMAT, _run([*compiler_command(), "--version"]))
+
+
+def is_shipped(isa: InstructionSet) -> bool:
+    """True if the wheel has brought the library for an instruction set."""
+    return shipped.read(shipped_name(isa)) is not None
+
+
+def shipped_name(isa: InstructionSet) -> str:
+    """The name in a wheel of the library for an instruction set; it needs no compiler."""
+    return _name(isa, *STANDALONE)
+
+
+def _name(isa: InstructionSet, *parts: str) -> str:
+    """A name that ends in a hash of these parts, the flags and the sources."""
+    here, key = Path(__file__).parent, hashlib.sha256()
+    for part in (*parts, platform.machine(), *_flags(isa)):
         key.update(part.encode() + b"\0")
     for source in (*HEADERS, *SOURCES):
         key.update((here / source).read_bytes() + b"\0")
     return f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
 
 
-def _compiled(command: list[str], progress: CompileProgress) -> bytes:
+def _flags(isa: InstructionSet) -> list[str]:
+    return [*FLAGS, *isa.compiler_flags, *isa.panels.macros]
+
+
+def _compiled(isa: InstructionSet, linker_flags: tuple[str, ...] = ()) -> bytes:
+    command = [*compiler_command(), *_flags(isa)]
     sources = [Path(__file__).parent / source for source in SOURCES]
     try:
-        with tempfile.TemporaryDirectory(prefix="pagewire-build-") as directory:
+        with (
+            CompileProgress(f"the CPU kernels for {isa.name}", len(SOURCES)) as progress,
+            tempfile.TemporaryDirectory(prefix="pagewire-build-") as directory,
+        ):
             library = Path(directory) / "kernels.so"
-            _compile(command, sources, library, progress)
+            objects = _compile(command, sources, library.parent, progress)
+            _run([*command, "-shared", *map(str, objects), "-o", str(library), *linker_flags])
             return library.read_bytes()
     except OSError as error:
         raise BuildError(f"cannot compile in {tempfile.gettempdir()}: {error}") from error
 
 
-def _compile(command: list[str], sources: list[Path], library: Path, progress: CompileProgress) -> None:
-    """Each source by a compiler of its own, as many at a time as there are processors, then all of them linked."""
-    objects = [library.parent / f"{source.stem}.o" for source in sources]
+def _compile(command: list[str], sources: list[Path], folder: Path, progress: CompileProgress) -> list[Path]:
+    """Each source by a compiler of its own, as many at a time as there are processors; returns the object files."""
+    objects = [folder / f"{source.stem}.o" for source in sources]
     jobs = [[*command, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         running = [pool.submit(_run, job) for job in jobs]
         for job in as_completed(running):
             job.result()
             progress.done()
-    _run([*command, "-shared", *map(str, objects), "-o", str(library)])
+    return objects
 
 
 def _run(command: list[str]) -> str:

@@ -133,13 +133,13 @@ class CompiledExperts:
 
     @classmethod
     def of(cls, library: ctypes.CDLL, experts: Experts) -> CompiledExperts | None:
-        """None if not all linear layers are packed weights, or there is no activation between them.
+        """None if not all linear layers are packed weights, or the activation between them is not compiled.
 
         Raises:
             ValueError: they differ in shape or dtype.
         """
         up, down = (Matrices.of(library, linears) for linears in (experts.up, experts.down))
-        if up is None or down is None or experts.activation is None:
+        if up is None or down is None or not isinstance(experts.activation, Activation):
             return None
         return cls(
             library, up, down, experts.activation, weighs_inputs=experts.weighs_inputs, gated=experts.gated

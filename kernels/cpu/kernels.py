@@ -20,7 +20,16 @@ from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.drawing import Draw
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.data.layer import Activation, Experts, Layer, LayerNorm, Norm, Router, Xielu
+from pagewire.kernels.data.layer import (
+    Activation,
+    Experts,
+    Layer,
+    LayerNorm,
+    LimitedGate,
+    Norm,
+    Router,
+    Xielu,
+)
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.reference.kernels import Kernels
@@ -156,7 +165,9 @@ class CpuKernels(Kernels):
             self._library.pagewire_activate_each(x.data_ptr(), out.data_ptr(), *sizes, code, *how)
         return out
 
-    def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+    def activate_and_mul(self, x: Tensor, activation: Activation | LimitedGate) -> Tensor:
+        if isinstance(activation, LimitedGate):
+            return super().activate_and_mul(x, activation)
         size, odd = divmod(x.shape[-1], 2)
         if odd:
             raise ValueError(f"gate and up halves need an even size, not {x.shape[-1]}")
@@ -234,6 +245,8 @@ class CpuKernels(Kernels):
         return Matrices.of(self._library, linears)
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+        if router.routing.by_logits:
+            return super().route(logits, router)
         num_tokens, num_experts = logits.shape
         routing = routing_struct(router, num_experts)
         logits = logits.contiguous()

@@ -16,6 +16,7 @@ from pagewire.kernels.cpu.build import (
     build,
     compiler_command,
     emulated_tiles,
+    is_shipped,
     supported_instruction_sets,
 )
 from pagewire.kernels.native.declarations import POINTER, functions, struct_fields
@@ -69,7 +70,7 @@ def load(content: bytes) -> ctypes.CDLL:
 
 
 def open_library(isa: InstructionSet) -> ctypes.CDLL:
-    """The library for an instruction set, compiled on first use.
+    """The library for an instruction set: from the wheel, or compiled on first use.
 
     Raises:
         BuildError, OSError: it cannot be compiled or loaded.
@@ -133,11 +134,12 @@ def expected_isa() -> str:
     forced = os.environ.get("PAGEWIRE_CPU_ISA")
     if forced == REFERENCE:
         return REFERENCE
+    candidates = _candidates(forced)
     try:
         compiler_command()
     except BuildError:
-        return REFERENCE
-    return _candidates(forced)[0].name
+        return next((isa.name for isa in candidates if is_shipped(isa)), REFERENCE)
+    return candidates[0].name
 
 
 def _candidates(forced: str | None) -> list[InstructionSet]:

@@ -11,8 +11,8 @@
 namespace {
 
 constexpr int kVectors = PAGEWIRE_PANEL / kLanes;
-#if defined(__AVX2__)
-constexpr int kRows = 6;  // with AVX-512's 4 vectors 24 of 32 registers are sums, with AVX2's 2 12 of 16
+#if defined(__AVX2__) || defined(PAGEWIRE_NEON)
+constexpr int kRows = 6;  // with the 4 vectors of AVX-512 and NEON 24 of 32 registers are sums, with AVX2's 2 12 of 16
 #else
 constexpr int kRows = 4;
 #endif
@@ -27,18 +27,18 @@ struct Link {
   static INLINE Floats add(Floats sum, Factor x, Factor w) { return fma(x, w, sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEWIRE_PAIRS)
 template <>
 struct Link<bf16> {
   static constexpr int64_t depth = 2;
-  using Factor = __m512bh;
-  static INLINE Factor columns(const bf16* panel) { return load_raw<__m512bh>(panel); }
+  using Factor = Pairs;
+  static INLINE Factor columns(const bf16* panel) { return load_raw<Pairs>(panel); }
   static INLINE Factor element(const bf16* x, int64_t left) {
     uint32_t pair = x[0].bits;
     if (left > 1) std::memcpy(&pair, x, sizeof(pair));
-    return (__m512bh)_mm512_set1_epi32(int(pair));
+    return broadcast_pair(pair);
   }
-  static INLINE Floats add(Floats sum, Factor x, Factor w) { return (Floats)_mm512_dpbf16_ps((__m512)sum, x, w); }
+  static INLINE Floats add(Floats sum, Factor x, Factor w) { return add_products(sum, x, w); }
 };
 #endif
 

@@ -4,8 +4,7 @@ import math
 import mmap
 import os
 import re
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,26 +68,14 @@ def reserved(reserve: Reserve | None) -> Iterator[None]:
         reserve.end(reserve.region.size - len(chunk.left))
 
 
-def populate(tensors: Sequence[Tensor], size: int) -> Iterator[None]:
-    """Fault in the first pages of zeroed tensors, `size` bytes in all: a large page with each `next`.
+def populate(tensor: Tensor) -> bool:
+    """Fault in the pages of a contiguous tensor, keeping what is in them; False if the system cannot.
 
     The first write to a page waits until the system has cleared and mapped it, up to a tenth of the time of a long
-    prompt; so run this in idle time. Ends early when a tensor is dropped, or if the kernel is too old.
+    prompt; so call this in idle time, with a few megabytes at once.
     """
-    largest = max((tensor.nbytes for tensor in tensors), default=0)
-    share = min(largest, size // max(1, len(tensors)) // LARGE_PAGE * LARGE_PAGE)
-    references = [weakref.ref(tensor) for tensor in tensors]
-    del tensors
-    for start in range(0, share, LARGE_PAGE):  # the first blocks of all layers come first
-        for reference in references:
-            if (tensor := reference()) is None:
-                return
-            address = (tensor.data_ptr() & -mmap.PAGESIZE) + start
-            length = min(LARGE_PAGE, tensor.nbytes - start)
-            del tensor
-            if length > 0 and not arena.populate(address, length):
-                return
-            yield
+    address = tensor.data_ptr() & -mmap.PAGESIZE
+    return arena.populate(address, tensor.data_ptr() + tensor.nbytes - address)
 
 
 def forget_mapped_files(folder: str | os.PathLike[str]) -> None:

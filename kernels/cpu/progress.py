@@ -50,7 +50,7 @@ class CompileProgress:
             if self._draws:
                 self._draw(text)
             elif self._done % max(1, self._total // QUARTERS) == 0:
-                logger.info("%s", text)
+                logger.warning("%s", text)  # at the level of the first line, which promises minutes
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -46,6 +46,8 @@ struct TableCodes {
     return (Words)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
 #elif defined(__AVX2__)
     return (Words)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif defined(PAGEWIRE_NEON)
+    return (Words)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
 #else
     uint8_t from[sizeof(Words)], values[sizeof(Words)];
     std::memcpy(from, &codes, sizeof(from));
@@ -61,10 +63,12 @@ struct TableCodes {
 // ---- products ----
 
 // What `multiply_add` takes from each byte of a weight that is not small: the sum lacks that many times the sum of x.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int32_t kTaken = 0;
-#else
+#elif defined(__AVX2__) || defined(PAGEWIRE_NEON)
 constexpr int32_t kTaken = 128;
+#else
+constexpr int32_t kTaken = 0;
 #endif
 
 // In each lane: sum + the products of four unsigned bytes with four signed ones, which are within +-127.
@@ -93,6 +97,17 @@ INLINE Ints multiply_add(Ints sum, Words weights, Words x) {
   }
   const __m256i pairs = _mm256_maddubs_epi16(w, signed_x);
   return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(PAGEWIRE_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+  return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)weights, (int8x16_t)x);
+#elif defined(PAGEWIRE_NEON)
+  if (!kSmall) weights ^= 0x80808080u;  // less 128: a signed byte
+  const int8x16_t w = (int8x16_t)weights, signed_x = (int8x16_t)x;
+#if defined(__ARM_FEATURE_DOTPROD)
+  return (Ints)vdotq_s32((int32x4_t)sum, w, signed_x);
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(signed_x)), high = vmull_high_s8(w, signed_x);
+  return (Ints)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));  // pairs are at most 2 * 128 * 127: they fit
+#endif
 #else
   for (int d = 0; d < 4; ++d)
     sum += (Ints)(weights >> (8 * d) & 0xffu) * ((Ints)(x << (24 - 8 * d)) >> 24);

@@ -48,12 +48,9 @@ INLINE Floats load_scales(const char* at, int32_t dtype) {
 
 // a * b + c, rounded once by every instruction set.
 INLINE Floats exact_fma(Floats a, Floats b, Floats c) {
-#if defined(__AVX2__)
-  return fma(a, b, c);
-#else
+  if constexpr (kFused) return fma(a, b, c);
   for (int lane = 0; lane < kLanes; ++lane) c[lane] = std::fma(a[lane], b[lane], c[lane]);
   return c;
-#endif
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ namespace {
 constexpr int kRows = 4;
 #elif defined(__AVX512F__)
 constexpr int kRows = 6;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(PAGEWIRE_NEON)
 constexpr int kRows = 3;
 #else
 constexpr int kRows = 2;

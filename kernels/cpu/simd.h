@@ -1,5 +1,5 @@
 // One vector of float32 lanes, as wide as the instruction set this file is compiled for:
-// 16 lanes with AVX-512, 8 with AVX2, 4 otherwise (SSE2, NEON).
+// 16 lanes with AVX-512, 8 with AVX2, 4 with NEON and in portable C++.
 //
 // Every operation here gives the same bits wherever it is inlined: fused multiply-adds are spelled out and
 // the build forbids the compiler to contract others. Batch invariance of the kernels rests on that.
@@ -12,16 +12,25 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(PAGEWIRE_NEON)  // set by build.py: "portable" has no instructions of its own on ARM either
+#include <arm_neon.h>
 #endif
 
 namespace {
 
+// kRegisters: vectors that fit in the registers. kFused: whether `fma` rounds once.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16;
+constexpr int kLanes = 16, kRegisters = 32;
+constexpr bool kFused = true;
 #elif defined(__AVX2__)
-constexpr int kLanes = 8;
+constexpr int kLanes = 8, kRegisters = 16;
+constexpr bool kFused = true;
+#elif defined(PAGEWIRE_NEON)
+constexpr int kLanes = 4, kRegisters = 32;
+constexpr bool kFused = true;
 #else
-constexpr int kLanes = 4;
+constexpr int kLanes = 4, kRegisters = 16;
+constexpr bool kFused = false;
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -71,6 +80,8 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(PAGEWIRE_NEON)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -115,6 +126,8 @@ INLINE Floats load(const f16* from) {
   return (Floats)_mm512_cvtph_ps(load_raw<__m256i>(from));
 #elif defined(__AVX2__)
   return (Floats)_mm256_cvtph_ps(load_raw<__m128i>(from));
+#elif defined(PAGEWIRE_NEON)
+  return (Floats)vcvt_f32_f16(load_raw<float16x4_t>(from));
 #else
   Floats v;
   for (int i = 0; i < kLanes; ++i) v[i] = half_to_float(from[i].bits);
@@ -129,6 +142,8 @@ INLINE Floats broadcast(f16 x) {
   return (Floats)_mm512_cvtph_ps(_mm256_set1_epi16(int16_t(x.bits)));
 #elif defined(__AVX2__)
   return (Floats)_mm256_cvtph_ps(_mm_set1_epi16(int16_t(x.bits)));
+#elif defined(PAGEWIRE_NEON)
+  return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(x.bits)));
 #else
   return broadcast(half_to_float(x.bits));
 #endif
@@ -150,6 +165,9 @@ INLINE void store(f16* to, Floats v) {
   std::memcpy(to, &halves, sizeof(halves));
 #elif defined(__AVX2__)
   const __m128i halves = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(to, &halves, sizeof(halves));
+#elif defined(PAGEWIRE_NEON)
+  const float16x4_t halves = vcvt_f16_f32((float32x4_t)v);
   std::memcpy(to, &halves, sizeof(halves));
 #else
   for (int i = 0; i < kLanes; ++i) to[i].bits = float_to_half(v[i]);
@@ -180,10 +198,27 @@ INLINE void store_pair(T* to, Floats low, Floats high) {
   store(to + kLanes, high);
 }
 
+// Two numbers in bfloat16 for each lane, where the CPU multiplies them: `add_products` adds both products of a lane to its
+// sum, in one instruction, for which subnormal numbers are zeros. `rounded_pairs`: two vectors, one after the other.
 #if defined(__AVX512BF16__)
-// In one instruction, for which subnormal numbers are zeros.
+#define PAGEWIRE_PAIRS
+typedef __m512bh Pairs;
+INLINE Pairs broadcast_pair(uint32_t pair) { return (__m512bh)_mm512_set1_epi32(int(pair)); }
+INLINE Pairs rounded_pairs(Floats low, Floats high) { return _mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+INLINE Floats add_products(Floats sum, Pairs a, Pairs b) { return (Floats)_mm512_dpbf16_ps((__m512)sum, a, b); }
+#elif defined(PAGEWIRE_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PAGEWIRE_PAIRS
+typedef bfloat16x8_t Pairs;
+INLINE Pairs broadcast_pair(uint32_t pair) { return vreinterpretq_bf16_u32(vdupq_n_u32(pair)); }
+INLINE Pairs rounded_pairs(Floats low, Floats high) {
+  return vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high);
+}
+INLINE Floats add_products(Floats sum, Pairs a, Pairs b) { return (Floats)vbfdotq_f32((float32x4_t)sum, a, b); }
+#endif
+
+#if defined(PAGEWIRE_PAIRS)
 INLINE void store_pair(bf16* to, Floats low, Floats high) {
-  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  const Pairs both = rounded_pairs(low, high);
   std::memcpy(to, &both, sizeof(both));
 }
 #endif

@@ -32,10 +32,12 @@ from pagewire.kernels.data.kv_codes import head_size
 from pagewire.kernels.data.layer import (
     MIXER,
     Angles,
+    DividedNorm,
     Half,
     HeadNormForm,
     Layer,
     LayerNorm,
+    LimitedGate,
     Mixture,
     Norm,
     Xielu,
@@ -73,6 +75,7 @@ def xielu_struct(activation: Xielu) -> ctypes.Structure:
 def _numbers(layer: Layer) -> dict[str, Any]:
     """The fields of the struct of a layer that are numbers and names."""
     own = layer.activation
+    assert not isinstance(own, LimitedGate), "it is not compiled, see `_compiled_dtypes`"
     code, xielu = (
         (XIELU_CODE, xielu_struct(own))
         if isinstance(own, Xielu)
@@ -233,11 +236,14 @@ class Stretch:
 
 def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) -> set[torch.dtype] | None:
     """The dtypes of a layer's weights and norms; None if stack.cpp does not compute it."""
-    if layer.ends or layer.value_norm is not None or layer.values_are_keys:
+    if layer.ends or layer.softplus_gates or layer.value_norm is not None or layer.values_are_keys:
         return None
     if layer.value_dim is not None or layer.value_scale != 1.0:
         return None
-    if layer.mixture is not None and layer.mixture.of_sum is not None:
+    inner = (*(layer.head_norms or ()), layer.out_norm, layer.down_norm)
+    if any(isinstance(norm, DividedNorm) for norm in inner):
+        return None
+    if (mixture := layer.mixture) is not None and (mixture.of_sum or mixture.router.routing.by_logits):
         return None
     if layer.attends and layer.mixer is None and not layer.num_kv_heads:
         return None
@@ -263,7 +269,7 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
         if CompiledExperts.of(library, experts) is None:
             return None
         dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
-    norms = (*layer.norms, *(layer.head_norms or ()), layer.out_norm, layer.down_norm)
+    norms = (*layer.norms, *inner)
     if (mixer := layer.state_mixer) is not None:
         dtypes.add(mixer.conv.taps.dtype)
     return dtypes | {norm.weight.dtype for norm in norms if norm is not None}

@@ -28,7 +28,7 @@ from pagewire.kernels.cuda.linear import (
 )
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.data.layer import Activation, Experts
+from pagewire.kernels.data.layer import Activation, Experts, LimitedGate
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, check_rows
 
 SOURCE = "experts.cu"
@@ -188,7 +188,10 @@ class CudaExperts:
     """The experts of a layer; see `Kernels.experts`. An id of no expert adds nothing: the host does not see it."""
 
     def __init__(
-        self, launcher: KernelLauncher, experts: Experts, activate: Callable[[Tensor, Activation], Tensor]
+        self,
+        launcher: KernelLauncher,
+        experts: Experts,
+        activate: Callable[[Tensor, Activation | LimitedGate], Tensor],
     ) -> None:
         """activate: `Kernels.activate_and_mul`.
 

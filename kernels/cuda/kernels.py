@@ -24,7 +24,7 @@ from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.layout import REPLACEMENTS
 from pagewire.kernels.cuda.limits import NoKernelError
 from pagewire.kernels.data.deltas import AdapterRows
-from pagewire.kernels.data.layer import Activation, Angles, Experts, HeadNorms
+from pagewire.kernels.data.layer import Activation, Angles, Experts, HeadNorms, LimitedGate
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
 from pagewire.kernels.reference.kernels import Kernels
@@ -148,8 +148,8 @@ class CudaKernels(Kernels):
                 raise
             return super().add_rms_norm(x, residual, weight, eps, offset=offset)
 
-    def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
-        if activation in gates.ACTIVATIONS:
+    def activate_and_mul(self, x: Tensor, activation: Activation | LimitedGate) -> Tensor:
+        if isinstance(activation, Activation) and activation in gates.ACTIVATIONS:
             with suppress(NoKernelError):
                 return gates.activate_and_mul(self.launcher, x, activation)
         return super().activate_and_mul(x, activation)

@@ -45,6 +45,16 @@ class Xielu:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitedGate:
+    """Of a row's first half `gate` and second half `up`: `min(silu(gate), limit) * up`, up from -limit to limit.
+
+    With a slope, gates are cut before: `(up + 1) * gate * sigmoid(slope * gate)`. Every step is rounded."""
+
+    limit: float
+    slope: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """An RMS norm, as `Kernels.rms_norm` computes it."""
 
@@ -70,6 +80,31 @@ class LayerNorm:
     def num_bytes(self) -> int:
         """Bytes of weight and bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class Gathered(Protocol):
+    """Vectors that are divided over ranks, put together."""
+
+    own: range
+    """The places of this rank."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., n] of this rank's places to [..., all places], with the same bits on all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DividedNorm:
+    """A norm over what is divided over ranks, of which each gets its part of the result."""
+
+    norm: Norm
+    """Of all places."""
+    gather: Gathered
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight, which every rank has."""
+        return self.norm.num_bytes
 
 
 HeadNorms = tuple[Norm, Norm]
@@ -101,7 +136,7 @@ class Experts:
     """Of each expert: [n, H] to [n, 2 I], gate and up together; not `gated`: to [n, I]."""
     down: Sequence[Linear]
     """[n, I] to [n, H]."""
-    activation: Activation | None
+    activation: Activation | LimitedGate | None
     """None: one that the kernels do not have, see `experts.GroupedExperts`."""
     weighs_inputs: bool = False
     """Weights are of what experts take, not of what they give: states are multiplied by them before (Llama 4)."""
@@ -298,7 +333,7 @@ class Layer:
     """[T, I] to [T, H]; None likewise."""
     output_norm: Norm | LayerNorm | None
     """Of the layer's last sum."""
-    activation: Activation | Xielu
+    activation: Activation | Xielu | LimitedGate
     num_heads: int
     num_kv_heads: int
     """Of those that it makes: 0 in a layer that makes queries alone, and reads another one's keys and values."""
@@ -315,7 +350,7 @@ class Layer:
     """Rotation turns neighbours in a head; else elements of its two halves."""
     qkv_limit: float | None = None
     """Queries, keys and values are cut to numbers from -qkv_limit to qkv_limit; None: they are not."""
-    head_norms: HeadNorms | tuple[LayerNorm, LayerNorm] | None = None
+    head_norms: HeadNorms | tuple[LayerNorm, LayerNorm] | tuple[DividedNorm, DividedNorm] | None = None
     head_norm_form: HeadNormForm = HeadNormForm.EACH
     value_norm: Norm | LayerNorm | None = None
     """Of each head of values."""
@@ -325,9 +360,9 @@ class Layer:
     """Numbers of a head of values Dv, where keys have others: `qkv` gives [T, (Hq + Hkv) D + Hkv Dv]."""
     value_scale: float = 1.0
     """Values are multiplied by it."""
-    out_norm: Norm | None = None
+    out_norm: Norm | DividedNorm | None = None
     """Of what `out` takes."""
-    down_norm: Norm | None = None
+    down_norm: Norm | DividedNorm | None = None
     """Of what `down` takes."""
     attended_norm: Norm | LayerNorm | None = None
     """Of what attention gives."""
@@ -355,6 +390,8 @@ class Layer:
     head_gates: bool = False
     """Behind the values in what `qkv` gives stands one gate for each query head: its sigmoid opens what the head's
     attention gives (LFM3)."""
+    softplus_gates: bool = False
+    """What attention gives is multiplied by the softplus of either, and not by the sigmoid (Laguna)."""
     feed_forward: Half | None = None
     """In place of the feed-forward half."""
 

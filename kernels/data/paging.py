@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.kv_codes import row_width
+from pagewire.kernels.data.kv_codes import head_size, row_width
 
 WHOLE = 1 << 30
 """`LogitTerms.future` of a query that sees its whole request."""
@@ -98,6 +98,11 @@ class Cache:
     def of_keys(cls, k: Tensor, v_head_dim: int, scales: KVScales = UNSCALED) -> Cache:
         """A cache whose values are the first `v_head_dim` elements of its keys; in int8 with the keys' scales."""
         return cls(k, k[..., : row_width(v_head_dim, k.dtype)], scales)
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head of values."""
+        return head_size(self.v)
 
     @property
     def values_in_keys(self) -> bool:

@@ -42,6 +42,8 @@ class Routing:
     margin: float = 0.0
     """Above 0: the score of a chosen expert is its share of the softmax of only those logits of experts not chosen
     before it that lie below its own by no more than this part of the larger of it and their own size (PhiMoE)."""
+    by_logits: bool = False
+    """An expert is chosen by its logit, with the bias, and not by its score (Kolibri)."""
 
     def check(self, num_experts: int) -> None:
         """Refuse what cannot be chosen from this many experts.

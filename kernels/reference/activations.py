@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels.data.elementwise import elementwise
-from pagewire.kernels.data.layer import Activation, Xielu
+from pagewire.kernels.data.layer import Activation, LimitedGate, Xielu
 
 SERIES = 8
 """The last power of the series of `expm1(x) - x` near 0, where the difference itself would lose its digits."""
@@ -43,3 +45,13 @@ def xielu(x: Tensor, parameters: Xielu) -> Tensor:
     return parameters.slope * x + torch.where(
         x > 0, parameters.positive * x * x, parameters.negative * beyond
     )
+
+
+def limited(x: Tensor, gate: LimitedGate, silu: Callable[[Tensor], Tensor]) -> Tensor:
+    """[..., 2 I] to [..., I], see `LimitedGate`."""
+    gates, up = x.chunk(2, -1)
+    up = up.clamp(-gate.limit, gate.limit)
+    if gate.slope is None:
+        return silu(gates).clamp(max=gate.limit) * up
+    gates = gates.clamp(max=gate.limit)
+    return (up + 1) * (gates * elementwise(torch.sigmoid, gates * gate.slope))

@@ -7,6 +7,7 @@ tensors).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from pagewire.kernels.data.layer import (
     HeadNorms,
     Layer,
     LayerNorm,
+    LimitedGate,
     Norm,
     Router,
     Xielu,
@@ -33,7 +35,7 @@ from pagewire.kernels.data.layer import (
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
 from pagewire.kernels.reference import attention, drawing, routing
-from pagewire.kernels.reference.activations import activated
+from pagewire.kernels.reference.activations import activated, limited
 from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
 from pagewire.kernels.reference.states import StateKernels
 from pagewire.kernels.reference.sums import fixed_sums
@@ -229,12 +231,14 @@ class Kernels:
         """An activation of each element of x, without CLAMPED_SWIGLU."""
         return activated(x, activation)
 
-    def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+    def activate_and_mul(self, x: Tensor, activation: Activation | LimitedGate) -> Tensor:
         """[..., 2 I] to [..., I]: `activation(first half) * second half`, the activation rounded before.
 
         CLAMPED_SWIGLU is gpt-oss's: of each pair (gate, up) of neighbours in the last axis, with gate at most 7 and
         up from -7 to 7, `(up + 1) * (gate * sigmoid(1.702 * gate))`; every step is rounded.
         """
+        if isinstance(activation, LimitedGate):
+            return limited(x, activation, partial(self.activate_each, activation=Activation.SILU))
         if activation is Activation.CLAMPED_SWIGLU:
             gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
             return (up + 1) * (gate * elementwise(torch.sigmoid, gate * 1.702))

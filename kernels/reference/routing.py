@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.elementwise import elementwise
 from pagewire.kernels.data.routing import ExpertGroups, Routing
 
 
@@ -16,7 +17,8 @@ def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tenso
     routing.check(logits.shape[1])
     logits = logits.float()
     scores = scores_of(logits, routing)
-    ids = for_choice(scores, bias, routing.groups).topk(routing.num_chosen).indices
+    by = logits if routing.by_logits else scores
+    ids = for_choice(by, bias, routing.groups).topk(routing.num_chosen).indices
     weights = scores.gather(1, ids) if routing.margin == 0 else near_shares(logits, ids, routing.margin)
     if routing.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
@@ -25,11 +27,11 @@ def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tenso
 
 def scores_of(logits: Tensor, routing: Routing) -> Tensor:
     """The scores [T, E] of logits float32 [T, E]."""
-    return torch.sigmoid(logits) if routing.sigmoid else torch.softmax(logits, -1)
+    return elementwise(torch.sigmoid, logits) if routing.sigmoid else torch.softmax(logits, -1)
 
 
 def for_choice(scores: Tensor, bias: Tensor | None, groups: ExpertGroups | None) -> Tensor:
-    """What experts are chosen by, [T, E], of their scores [T, E]; -inf in groups that are not chosen from."""
+    """What experts are chosen by, [T, E], of their scores or logits [T, E]; -inf in groups that are left out."""
     if bias is not None:
         scores = scores + bias
     if groups is None:

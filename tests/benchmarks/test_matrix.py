@@ -14,9 +14,10 @@ matrix = load("matrix")
 MODULE = {
     "start from packed weights": "a ModuleBase has no form in a file of packed weights",
     "compiled decoding": "the layers run as a module of transformers",
-    "EAGLE-3": "an EAGLE-3 head needs a model whose layers run in one call, and those of DiffLlamaForCausalLM run "
-    "one by one: take a draft model (method 'draft_model')",
-    "TP 2": "a head and its partner in the other half",
+    "LoRA": "diffllama is served without enable_lora: its layers run as transformers' module",
+    "EAGLE-3": "diffllama is served without speculative_config (the methods ngram and suffix work)",
+    "TP 2": "diffllama is served without tensor_parallel_size",
+    "PP 2": "diffllama is served without pipeline_parallel_size",
 }
 """What is refused of a model whose layers run as a module, and words of the reason."""
 

@@ -80,7 +80,7 @@ async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[by
     server.close()
     router.close(0)
     port = str(target.port).encode()
-    return [data.replace(port, b"PORT")[:1000] for data in sink.received], statuses
+    return [data.replace(b"127.0.0.1:" + port, b"127.0.0.1:PORT")[:1000] for data in sink.received], statuses
 
 
 @pytest.mark.parametrize(

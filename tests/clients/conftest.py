@@ -78,6 +78,14 @@ def pooled() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def pulling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server whose models are pulled from a hub on loopback (`pulling_server.py`)."""
+    cache = str(tmp_path_factory.mktemp("pulled"))
+    options = ("--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "67108864")
+    yield from started("-m", "tests.clients.pulling_server", cache, str(DEMO), *options)
+
+
+@pytest.fixture(scope="session")
 def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that transcribes."""
     yield from started("-m", "tests.clients.hearing_server", str(tmp_path_factory.mktemp("whisper")))
@@ -85,5 +93,8 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def scripted() -> Iterator[str]:
-    """The address of a server whose model follows the script of a conversation (`scripts.py`)."""
+    """The address of a server whose model follows the script of a conversation (`scripts.py`).
+
+    It has no option but the template, which is the model's: it finds the formats of calls and reasoning itself.
+    """
     yield from started("-m", "tests.clients.scripted_server", str(DEMO), TEMPLATE)

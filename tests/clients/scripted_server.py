@@ -83,12 +83,11 @@ def main(demo: Path, template: str) -> None:
         eos_token_id=tokenizer.eos_token_id,
         generation_config={},
     )
-    options = ServerOptions(
-        port=0, chat_template=template, tool_call_parser="hermes", reasoning_parser="qwen3"
-    )
+    options = ServerOptions(port=0, chat_template=template)
     with tempfile.TemporaryDirectory() as folder:
         core = PacedCore(f"ipc://{folder}/core.sock", info)
         core.auto, core.answer, core.reason = True, answer, "stop"
+        core.calls["metrics"] = list
         with serving(core.address, options) as url:
             print(f"ready {url}", flush=True)
             signal.sigwait({signal.SIGTERM, signal.SIGINT})

@@ -143,6 +143,6 @@ def test_errors_are_the_client_s_own(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="no pictures"):
         ask(client, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.NotFoundError, match="there is no model"):
-        ask(client, model="claude")
+        client.models.retrieve("claude")
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         ask(client, system="word " * 5000)

@@ -69,8 +69,8 @@ def test_embeddings(pooled: str, model: str, path: str) -> None:
 
 def test_errors_have_their_classes(url: str) -> None:
     fields: Any = {"api_base": url + "/v1", "api_key": "none"}
-    with pytest.raises(litellm.NotFoundError):
-        litellm.completion("openai/other", ASK, **fields)
+    with pytest.raises(litellm.BadRequestError):
+        litellm.completion("openai/demo", ASK, temperature=-1, **fields)
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion("openai/demo", [{"role": "user", "content": "word " * 5000}], **fields)
 

@@ -105,7 +105,7 @@ def test_models(client: ollama.Client) -> None:
 
 def test_errors_are_the_client_s_own(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="there is no model") as error:
-        client.chat("llama", ASK)
+        client.show("llama")
     assert error.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="is not served"):
         client.pull("llama")
@@ -113,3 +113,48 @@ def test_errors_are_the_client_s_own(client: ollama.Client) -> None:
         client.embed("demo", "a")
     with pytest.raises(ollama.ResponseError, match="no pictures"):
         client.chat("demo", [{"role": "user", "content": "a", "images": [b"x"]}])
+
+
+def test_models_are_pulled_used_and_removed(pulling: str) -> None:
+    """From a hub on loopback: with its progress, on demand, ended by keep_alive, gone after rm."""
+    client = ollama.Client(pulling, timeout=120, headers={"X-Pagewire-Admin": "1"})
+    steps = list(client.pull("hf.co/demo/plain", stream=True))
+    assert steps[0].status == "pulling manifest" and steps[-1].status == "success"
+    files = [step for step in steps if step.digest]
+    assert len({step.digest for step in files}) >= 3 and files[-1].completed == files[-1].total
+    assert client.pull("hf.co/demo/gguf:Q8_0").status == "success"
+    listed = {model.model: model for model in client.list().models}
+    assert set(listed) == {"hf:demo/plain", "hf:demo/gguf:Q8_0"}
+    assert listed["hf:demo/gguf:Q8_0"].size == 2_000_000
+    assert client.ps().models == []
+    answer = client.generate("hf.co/demo/plain", "The with statement", options=SHORT, keep_alive="5m")
+    assert answer.eval_count == 24 and answer.model == "hf:demo/plain"
+    (running,) = client.ps().models
+    assert running.model == "hf:demo/plain" and running.digest == listed["hf:demo/plain"].digest
+    assert running.expires_at and running.expires_at.year < 9999
+    assert client.show("hf:demo/plain").capabilities
+    client.generate("hf:demo/plain", keep_alive=0)
+    while client.ps().models:
+        pass
+    for name in listed:
+        assert client.delete(name).status == "success"
+    assert client.list().models == []
+    with pytest.raises(ollama.ResponseError, match="there is no model 'hf:demo/plain'") as error:
+        client.generate("hf:demo/plain", "a")
+    assert error.value.status_code == 404
+
+
+def test_what_cannot_be_pulled_is_said(pulling: str) -> None:
+    client = ollama.Client(pulling, timeout=60, headers={"X-Pagewire-Admin": "1"})
+    with pytest.raises(ollama.ResponseError, match="demo/gguf has no 'Q3_K_S'; it has: Q8_0, Q4_K_M"):
+        client.pull("hf.co/demo/gguf:Q3_K_S")
+    with pytest.raises(ollama.ResponseError, match="no model 'demo/other'"):
+        list(client.pull("hf.co/demo/other", stream=True))
+    with pytest.raises(ollama.ResponseError, match="write hf:owner/repository:Q4_K_M"):
+        client.pull("llama3.2")
+    with pytest.raises(ollama.ResponseError, match="pagewire serve --models FILE"):
+        client.copy("a", "b")
+    with pytest.raises(ollama.ResponseError, match="was not pulled"):
+        client.delete("hf:demo/plain")
+    with pytest.raises(ollama.ResponseError, match="X-Pagewire-Admin"):
+        ollama.Client(pulling).pull("hf.co/demo/gguf")

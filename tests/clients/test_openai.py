@@ -71,6 +71,41 @@ def test_two_rounds_of_tools_in_responses(client: openai.OpenAI, stored: bool) -
     assert response.output_text == ANSWER and response.status == "completed"
 
 
+def test_two_rounds_of_tools_over_a_websocket(client: openai.OpenAI) -> None:
+    """Each turn sends what is new; nothing is stored, and the connection alone knows what was before."""
+    tools: Any = [{"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}]
+    items: list[Any] = [{"role": "user", "content": TRIP}]
+    previous: Any = {"generate": False}
+    with client.responses.connect() as connection:
+        for turn in range(4):
+            fields: Any = {"model": "demo", "input": items, "tools": tools, "store": False}
+            connection.send({"type": "response.create", **fields, **previous})
+            kinds: list[str] = []
+            while not kinds or kinds[-1] != "response.completed":
+                event: Any = connection.recv()
+                assert event.type != "error", event
+                kinds.append(event.type)
+            response, items = event.response, []
+            previous = {"previous_response_id": response.id}
+            assert kinds[0] == "response.created" and bool(response.output) == (turn > 0)
+            for item in response.output:
+                if item.type == "function_call":
+                    result = get_weather(**json.loads(item.arguments))
+                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
+        assert response.output_text == ANSWER
+        connection.send({"type": "response.create", "previous_response_id": "resp_none", "input": "a"})
+        event = connection.recv()
+        assert (event.type, event.status, event.error["code"]) == (
+            "error",
+            404,
+            "previous_response_not_found",
+        )
+    with client.responses.connect() as connection:
+        connection.send({"type": "response.create", "input": "a", **previous})
+        event = connection.recv()
+        assert event.error["code"] == "previous_response_not_found"
+
+
 def test_answers_have_types(client: openai.OpenAI) -> None:
     question = script("Where does it rain?", '{"city": "Oslo", "rains": true}')
     messages: Any = [{"role": "user", "content": question}]

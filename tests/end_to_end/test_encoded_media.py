@@ -213,3 +213,28 @@ def test_a_sound_is_heard(tmp_path: Path) -> None:
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == answer
         with pytest.raises(ValueError, match="the model takes audio only"):
             llm.generate(prompt | {"multi_modal_data": {"image": picture(20, 20, 1)}}, params)
+
+
+@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_pictures_are_encoded_in_slices_beside_streams(
+    folder: Path, reader: Reader, answers: list[list[int]], ranks: dict[str, int]
+) -> None:
+    """With the same tokens; and what is encoded is gone, and made again, after the workers have slept.
+
+    In the second round nothing is waited for but steps: the features of all pictures are there.
+    """
+    options: dict[str, Any] = {"limit_mm_per_prompt": "image=3", "dtype": "float32", "max_model_len": 128}
+    options |= {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 26, "max_step_ms": 1, **ranks}
+    with LLM(str(folder), **options) as llm:
+        given = prompts(reader, [QUESTIONS[1], *QUESTIONS])
+        long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        short = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for number in (1, 2):
+            outputs = llm.generate(given, [long] + [short] * len(QUESTIONS))
+            assert [list(output.outputs[0].token_ids) for output in outputs[1:]] == answers
+            encoded = count(llm, "encoder_cache_queries") - count(llm, "encoder_cache_hits")
+            assert encoded == 4 * number
+            llm.sleep(level=1)
+            llm.wake_up()
+        assert count(llm, "encoder_slices") > 0
+        assert count(llm, "worker_restarts") == 0

@@ -55,7 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], addr
         def llm(**options: Any) -> LLM:
             if set(options) <= SHARED and options["model"] == "demo":
                 return LLM.attach(on)
-            return LLM(**options, dtype="float32", kv_cache_memory_bytes=KV_BYTES)
+            return LLM(**{"dtype": "float32", "kv_cache_memory_bytes": KV_BYTES} | options)
 
         llm.attach = LLM.attach  # type: ignore[attr-defined]
         monkeypatch.setattr(pagewire, "LLM", llm)
@@ -141,6 +141,15 @@ def test_own_engines(run: Run, tmp_path: Path) -> None:
     assert 0 < accepted <= proposed
     before, after = texts_in(run("offline_sharded_state.py", "--output", str(tmp_path / "sharded")))
     assert before == after
+
+
+def test_a_policy_learns(run: Run) -> None:
+    printed = run("policy_gradient.py", "--steps", "8")
+    steps = re.findall(r"^step (\d+): reward (\S+), log probabilities differ by (\S+)$", printed, re.M)
+    assert [int(number) for number, _, _ in steps] == list(range(1, 9))
+    rewards = [float(reward) for _, reward, _ in steps]
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.4, "it learns"
+    assert max(float(mismatch) for _, _, mismatch in steps) < 1e-3, "the engine has the policy's weights"
 
 
 def test_a_gguf_file(run: Run) -> None:

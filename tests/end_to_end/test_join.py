@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pagewire import LLM, LoRARequest, SamplingParams
-from pagewire.ipc.wire.group_key import GroupKey
+from pagewire.ipc.join.group_key import GroupKey
 from tests.cli.command import start
 from tests.workers.random_adapters import make_tensors, write
 

@@ -26,6 +26,8 @@ SEQUENCES = [1, 2, 5, 10, 20]
 STEP_TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 GAUGES: dict[str, set[str]] = {
+    "pagewire:retained_prefixes": set(),
+    "pagewire:retained_blocks": {"kind"},
     "vllm:num_requests_running": set(),
     "vllm:num_requests_waiting": set(),
     "vllm:num_requests_swapped": set(),
@@ -67,6 +69,8 @@ COUNTERS: dict[str, set[str]] = {
     "pagewire:worker_busy_seconds_total": set(),
     "pagewire:worker_idle_seconds_total": set(),
     "pagewire:worker_steps_total": {"way"},
+    "pagewire:steps_over_limit_total": set(),
+    "pagewire:retentions_refused_total": set(),
 }
 HISTOGRAMS: dict[str, list[float]] = {
     "vllm:time_to_first_token_seconds": FIRST_TOKEN,
@@ -87,6 +91,7 @@ HISTOGRAMS: dict[str, list[float]] = {
     "vllm:iteration_tokens_total": STEP_TOKENS,
     "pagewire:worker_step_seconds": [0.001, 0.01, 0.1, 1],
     "pagewire:grammar_time_seconds": REQUEST,
+    "pagewire:stream_gap_seconds": PER_TOKEN,
     "pagewire:core_turn_seconds": [0.001, 0.01, 0.1, 1],
 }
 

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp, Message
 
 from pagewire import AsyncLLM, SamplingParams
-from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.operate import monitoring
+from pagewire.frontend.server.wiring import create_app
 
 
 async def get(app: ASGIApp, path: str) -> tuple[int, str, str]:

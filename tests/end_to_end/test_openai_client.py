@@ -174,7 +174,7 @@ def test_parsed_answers(client: OpenAI) -> None:
 def test_errors(client: OpenAI, server: Server) -> None:
     create = client.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'"):
-        create(model="gpt-4", messages=QUESTION)
+        client.models.retrieve("gpt-4")
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         create(model="demo", messages=QUESTION, temperature=-1)
     assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"

@@ -18,8 +18,8 @@ from pagewire.engine_core.clients import clients
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import MAX_BACKLOG_BYTES, Clients
 from pagewire.engine_core.config.config import EngineConfig
-from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.serving import Serving
+from pagewire.engine_core.wiring import open_core
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
@@ -36,13 +36,12 @@ from pagewire.ipc.wire.messages import (
     Hello,
     Ping,
     Pong,
-    Request,
     Submit,
     ToFrontend,
-    TokenDelta,
     Welcome,
 )
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request, TokenDelta
 from pagewire.ipc.wire.sockets import bind_router, connect_dealer, receive, send
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
@@ -162,7 +161,7 @@ class RunningCore:
         config = EngineConfig(args, folder, {}, 999, first_adapter=first_adapter)
         command = [*FAKE_WORKER, *worker_options]
         self.workers = WorkerGroup(config.worker_config(), launcher or LocalLauncher(self.context, command))
-        self.core = EngineCore(config, self.workers, self.clients)
+        self.core = open_core(config, self.workers, self.clients)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

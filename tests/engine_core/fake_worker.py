@@ -10,7 +10,7 @@ asleep ends it. Some tokens of a prompt, and files, make it fail:
 
 An adapter is a folder with a file `adapter_config.json`, an object whose fields are those of its `AdapterLoaded`;
 with "slow" it is answered only when `finish_loads` is called, "crash" kills the worker, and "hang" stops it. The
-next token depends on the file's content, too.
+next token depends on the file's content, too. Likewise on the files of weights that take the place of its own.
 
 It stops at its start while the file named by $HANG_WHILE_STARTING exists.
 """
@@ -30,21 +30,17 @@ import msgspec
 import zmq
 
 from pagewire.ipc.host.lifeline import die_with_parent
+from pagewire.ipc.join.group_key import GroupKey
 from pagewire.ipc.wire.codec import Codec, Tensor
-from pagewire.ipc.wire.group_key import GroupKey
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.lora import AdapterLoaded, DropAdapter, LoadAdapter
 from pagewire.ipc.wire.messages import PROTOCOL
 from pagewire.ipc.wire.sockets import connect_dealer, receive, send
+from pagewire.ipc.wire.steps import Masks, Row, RowResult, StepPlan, StepResult
 from pagewire.ipc.wire.tasks import restore_tasks
 from pagewire.ipc.wire.worker_messages import (
-    Masks,
     Ready,
-    Row,
-    RowResult,
     Shutdown,
-    StepPlan,
-    StepResult,
     ToWorker,
     WorkerCall,
     WorkerConfig,
@@ -60,12 +56,18 @@ CRASH = 998
 HANG = 997
 FAIL = 996
 CRASH_AFTER_A_STEP = 995
+WEIGHTS = [["v", "F32", [2, 2]], ["w", "F32", [4]]]
 
 
 def next_token(token_ids: Sequence[int], seed: int, adapter: bytes = b"") -> int:
     """The token after `token_ids`: any but the special ones. adapter: content of the adapter."""
     digest = sha256(repr((list(token_ids), seed)).encode() + adapter).digest()
     return int.from_bytes(digest[:4], "little") % CRASH_AFTER_A_STEP
+
+
+def weights_content(tensors: dict[str, bytes]) -> bytes:
+    """What tokens depend on where these tensors were given; empty without any."""
+    return sha256(repr(sorted(tensors.items())).encode()).digest() if tensors else b""
 
 
 def allowed_from(token_id: int, mask: bytes) -> int | None:
@@ -111,6 +113,18 @@ class FakeWorker:
         self.adapters: dict[int, bytes] = {0: b""}  # contents by index
         self.slow: list[AdapterLoaded] = []
         self.adapter_of: dict[int, int] = {}  # by slot
+        self.weights = b""
+
+    def use_weights(self, paths: Sequence[str]) -> None:
+        """Let tokens depend on the tensors of these files, the last file's first."""
+        tensors: dict[str, bytes] = {}
+        for path in paths:
+            data = Path(path).read_bytes()
+            begin = 8 + int.from_bytes(data[:8], "little")
+            for name, entry in json.loads(data[8:begin]).items():
+                first, last = entry["data_offsets"]
+                tensors[name] = data[begin + first : begin + last]
+        self.weights = weights_content(tensors)
 
     def load(self, order: LoadAdapter) -> list[AdapterLoaded]:
         """What there is to say of an adapter now."""
@@ -149,6 +163,13 @@ class FakeWorker:
             return self.num_embeddings
         if method == "num_adapters":
             return len(self.adapters) - 1
+        if method == "weight_tensors":
+            return WEIGHTS
+        if method == "weights":
+            return self.weights
+        if method == "load_weights":
+            self.tokens.clear()
+            return self.use_weights([path for path, _ in kwargs["files"]])
         if method == "asleep":
             return sorted(self.asleep)
         if method == "sleep":
@@ -197,7 +218,7 @@ class FakeWorker:
         if row.num_samples:
             adapter = self.adapters[self.adapter_of[row.slot]]
             history = tokens[: row.start + row.num_tokens]
-            token_id: int | None = next_token(history, self.seeds[row.slot], adapter)
+            token_id: int | None = next_token(history, self.seeds[row.slot], adapter + self.weights)
             if mask is not None and token_id is not None:
                 token_id = allowed_from(token_id, mask)
                 if token_id is None:
@@ -222,10 +243,19 @@ class FakeWorker:
             result.error = "token 996 is unlucky"
 
 
+def awaited(fd: int) -> str:
+    """The identity of a worker that was started ahead."""
+    with os.fdopen(fd) as pipe:
+        if name := pipe.read():
+            return name
+    raise SystemExit
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--connect", required=True)
-    parser.add_argument("--identity", required=True)
+    parser.add_argument("--identity")
+    parser.add_argument("--identity-from", type=int)
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--key", type=Path)
     parser.add_argument("--num-blocks", type=int, default=64)
@@ -240,10 +270,11 @@ def main() -> None:
     if Path(os.environ.get("HANG_WHILE_STARTING", "/nowhere")).exists():
         os.kill(os.getpid(), signal.SIGSTOP)
     die_with_parent(options.lifeline)
-    rank = options.identity.rpartition("-")[-1]
+    identity = options.identity or awaited(options.identity_from)
+    rank = identity.rpartition("-")[-1]
     keys = None if options.key is None else GroupKey.read(options.key).worker
     worker = FakeWorker()
-    socket = connect_dealer(worker.context, options.connect, options.identity.encode(), keys)
+    socket = connect_dealer(worker.context, options.connect, identity.encode(), keys)
     codec: Codec[ToWorker] = Codec(ToWorker)
     early: list[ToWorker] = []
     send(socket, codec.encode(WorkerHello(PROTOCOL, os.getpid())))
@@ -260,6 +291,7 @@ def main() -> None:
                 send(socket, codec.encode(failed))
                 socket.close(500)
                 raise SystemExit(1)
+            worker.use_weights([file.path for file in message.weights])
             place = message.parallel
             worker.passes_on = int(rank) // place.num_shards < place.stages - 1
             length = message.max_model_len or 128

@@ -27,12 +27,12 @@ from pagewire.ipc.wire.messages import (
     Hello,
     Ping,
     Refused,
-    Request,
     Submit,
     Welcome,
 )
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.requests import Request
 from tests.engine_core.fake_worker import CRASH, FAIL, HANG, next_token
 
 
@@ -331,6 +331,7 @@ def test_more_prompt_logprobs_than_positions_cannot_have_been_delivered(
     frontend.finish((1, 0))
     assert frontend.ends[1, 0].error_type == "ValueError"
     assert "num_prompt_logprobs" in frontend.ends[1, 0].error
+    assert frontend.ends[1, 0].error_place == "num_prompt_logprobs"
 
 
 def test_pause_ends_requests_and_holds_new_ones(start_core: Callable) -> None:

@@ -122,7 +122,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_alone(
 def test_an_adapter_that_workers_do_not_return_from_is_refused_after_two(
     start: Callable[..., Any], new: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
-    monkeypatch.setattr("pagewire.engine_core.clients.health.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("pagewire.engine_core.calls.health.FRESH_SECONDS", 0.0)
     monkeypatch.setattr("pagewire.engine_core.core.TICK_SECONDS", 0.1)
     monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "0.5")
     core, frontend = start()

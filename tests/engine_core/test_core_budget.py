@@ -13,8 +13,9 @@ import zmq
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.ipc.wire.budget import MAX_BATCH_BYTES, MAX_HELLO_BYTES
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import PROTOCOL, Hello, Refused, Request, Submit
+from pagewire.ipc.wire.messages import PROTOCOL, Hello, Refused, Submit
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 from pagewire.ipc.wire.sockets import bind_router, send
 from tests.engine_core.conftest import WAIT_MS, RawFrontend, RunningCore
 

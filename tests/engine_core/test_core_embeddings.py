@@ -9,8 +9,9 @@ import msgspec
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import media_of
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Request, Submit
+from pagewire.ipc.wire.messages import Submit
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 from tests.engine_core.fake_worker import EMBEDDING_SIZE
 
 NUM_TOKENS = 40

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from pagewire.engine_core.grammar import start
+from pagewire.engine_core.grammar import open as grammar_open
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Abort, Request, Submit
+from pagewire.ipc.wire.messages import Abort, Submit
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 from tests.engine_core.conftest import RawFrontend
 from tests.engine_core.fake_worker import EOS, VOCAB_SIZE, next_token
 
@@ -51,14 +52,14 @@ def reached() -> threading.Event:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, reached: threading.Event) -> Iterator[threading.Event]:
     """No grammar is compiled before it is set."""
-    event, load = threading.Event(), start.load_tokenizer
+    event, load = threading.Event(), grammar_open.load_tokenizer
 
     def load_later(*args: Any) -> Any:
         reached.set()
         assert event.wait(WAIT)
         return load(*args)
 
-    monkeypatch.setattr(start, "load_tokenizer", load_later)
+    monkeypatch.setattr(grammar_open, "load_tokenizer", load_later)
     yield event
     event.set()
 
@@ -222,6 +223,7 @@ def test_a_grammar_is_not_blamed_for_a_process_that_stands_still(
     start_core: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEWIRE_GRAMMAR_TIMEOUT_S", "2")
+    monkeypatch.setattr("pagewire.ipc.host.confined.GRACE_SECONDS", 2.0)
     core = start_core(folder=folder)
     frontend = core.frontend()
     frontend.attach()

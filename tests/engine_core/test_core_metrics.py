@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from pagewire.engine_core.clients.metrics import PreemptionWarnings
+from pagewire.engine_core.metrics.metrics import PreemptionWarnings
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Request, Submit
+from pagewire.ipc.wire.messages import Submit
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 from tests.engine_core.conftest import RawFrontend
 from tests.engine_core.fake_worker import FAIL
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Deltas, Request, Submit
+from pagewire.ipc.wire.messages import Deltas, Submit
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 from tests.engine_core.conftest import RawFrontend
 
 

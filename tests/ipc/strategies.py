@@ -16,6 +16,7 @@ from pagewire.ipc.speculative import MAX_ALPHA, MAX_DRAFTS, MAX_LOOKUP, Acceptan
 from pagewire.ipc.timestamps import TimestampRules
 from pagewire.ipc.wire import messages, worker_messages
 from pagewire.ipc.wire.codec import INLINE_BYTES, ITEM_SIZES, Tensor
+from pagewire.ipc.wire.items import MAX_RETAINED_SECONDS, Retention
 from pagewire.ipc.wire.lora import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.pooling import POOLING_TYPES, TASKS, PoolerConfig, PoolingParams
@@ -162,6 +163,14 @@ adapters = st.builds(
     version=words,
 )
 
+retentions = st.builds(
+    Retention,
+    seconds=numbers(0, MAX_RETAINED_SECONDS, above=True),
+    name=words,
+    num_tokens=st.integers(0, 2**40),
+    with_output=st.booleans(),
+)
+
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     int: int64,
     float: floats,
@@ -176,6 +185,7 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     PoolerConfig: pooler_configs,
     SpeculativeConfig: speculative_configs,
     AdapterSource: adapters,
+    Retention: retentions,
 }
 
 

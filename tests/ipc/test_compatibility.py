@@ -29,6 +29,7 @@ from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.ollama import protocol as ollama_protocol
 from pagewire.frontend.server.openai import protocol as openai_protocol
+from pagewire.frontend.server.responses import protocol as responses_protocol
 from pagewire.ipc import compatibility, environment
 from pagewire.ipc.compatibility import NAMES, OPTIONS, REQUEST_FIELDS, VALUES, VARIABLES, Absent
 from pagewire.ipc.environment import FLAGS, INTERNAL, MAX_UNREAD, READ, check_environment, env_flag
@@ -115,7 +116,7 @@ def test_a_value_of_an_option_is_refused_with_the_alternative(name: str) -> None
         engine_args(parser().parse_args(["core", flag(next(iter(given))), words]))
 
 
-PROTOCOLS = (openai_protocol, anthropic_protocol, ollama_protocol)
+PROTOCOLS = (openai_protocol, anthropic_protocol, ollama_protocol, responses_protocol)
 NEEDED: dict[str, Any] = {"messages": [], "input": "a", "max_tokens": 1}  # by the structs that have them
 OF_TYPES: dict[str, Any] = {  # the first whose name is in a type fits it
     "list[dict": [{"a": 1}],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.gguf import file as gguf_file
 from pagewire.ipc.gguf.config import ARCHITECTURES, generation_config, model_config
 from pagewire.ipc.gguf.file import GgufError, read_gguf, read_metadata

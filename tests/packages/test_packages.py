@@ -27,7 +27,7 @@ from tests.end_to_end.conftest import SMALL_CORE
 
 pytestmark = pytest.mark.packages
 ROOT = Path(__file__).parents[2]
-CLIENT_BYTES = 60e6
+CLIENT_BYTES = 64e6
 MODULES = ("cli", "engine_core", "frontend", "ipc", "kernels", "workers")
 
 
@@ -41,8 +41,14 @@ class Packages(NamedTuple):
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
-    build = runpy.run_path(str(ROOT / ".ci" / "packages.py"))["build"]
-    return Packages(*build(tmp_path_factory.mktemp("dist")))
+    return Packages(*ci_script("packages")["build"](tmp_path_factory.mktemp("dist")))
+
+
+def ci_script(name: str) -> dict[str, Any]:
+    """The names of a script in .ci, whose neighbours are found as when it is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / ".ci"))
+        return runpy.run_path(str(ROOT / ".ci" / f"{name}.py"))
 
 
 class Environment:

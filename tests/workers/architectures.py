@@ -67,7 +67,20 @@ class Architecture:
         if bites:
             bite(model, seed)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+        align(folder / "model.safetensors")
         return folder
+
+
+def align(path: Path) -> None:
+    """Let tensors of a file begin at multiples of 16 bytes, as in the memory of a GPU, whose kernels rely on it.
+
+    An emulated GPU reads them where the file is mapped.
+    """
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    if padding := -begin % 16:
+        header = data[8:begin] + b" " * padding
+        path.write_bytes(len(header).to_bytes(8, "little") + header + data[begin:])
 
 
 MLA = {
@@ -103,6 +116,16 @@ ROUTED = {
     "topk_group": 1,
 }
 LATER_EXPERTS = ROUTED | {"n_shared_experts": 1, "first_k_dense_replace": 1}
+MINIMAX_M3 = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse"],
+    "dense_intermediate_size": 72,
+    "shared_intermediate_size": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "swiglu_limit": 0.5,
+}
+"""Limits that many numbers are beyond."""
 GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 WINDOWED = ["sliding_attention", "full_attention"]
 OWN_ATTENTION = "does not let its attention be replaced"
@@ -140,6 +163,7 @@ MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
 }
 
+OF_AXES = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]}
 BOTH_WAYS = GROUPED | {"use_bidirectional_attention": True}
 DECODER = {"is_decoder": True, "pad_token_id": 1}  # whose positions begin behind that of the padding token
 DBRX = {
@@ -150,6 +174,12 @@ DBRX = {
     "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1},
     "ffn_config": {"ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2},
 }
+LAGUNA = (
+    GROUPED
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 32, "moe_routed_scaling_factor": 1.7, "sliding_window": 7}
+    | {"layer_types": WINDOWED, "num_attention_heads_per_layer": [4, 6]}
+)
 LLAMA4 = (
     GROUPED
     | {  # a layer that attends to chunks of keys, and one without angles, which scales its queries
@@ -301,12 +331,33 @@ ARCHITECTURES = [
     ),
     Architecture("apertus", GROUPED),
     Architecture("arcee", GROUPED),
+    Architecture(
+        "beam",
+        GROUPED
+        | EXPERTS
+        | {"n_group": 2, "topk_group": 1, "sliding_window": 7, "layer_types": [*WINDOWED, "full_attention"]}
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     Architecture("biogpt"),
     Architecture("bitnet", GROUPED),
     Architecture("cohere", GROUPED | {"logit_scale": 0.5}),
     Architecture("cohere2", GROUPED | {"logit_scale": 0.5, "sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture(
+        "cohere_compass_text",
+        GROUPED
+        | {"logit_scale": 0.5, "sliding_window": 7, "layer_types": WINDOWED}
+        | {"rope_parameters": {"full_attention": None, "sliding_attention": OF_AXES}},
+    ),
+    Architecture(  # a dense layer without a window that is rotated all the same
+        "cohere2_moe",
+        GROUPED
+        | EXPERTS
+        | {"num_shared_experts": 1, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 80}
+        | {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 2, "logit_scale": 0.5},
+    ),
     Architecture("deepseek_v2", MLA | LATER_EXPERTS),
     Architecture("deepseek_v3", MLA | LATER_EXPERTS),
+    Architecture("axk1", MLA | LATER_EXPERTS),
     Architecture("axk2", INDEXED | LATER_EXPERTS | {"num_local_experts": 4}),
     Architecture("deepseek_v32", INDEXED | LATER_EXPERTS),
     Architecture("glm_moe_dsa", INDEXED | LATER_EXPERTS | {"indexer_types": ["full", "shared"]}),
@@ -339,20 +390,51 @@ ARCHITECTURES = [
     Architecture(
         "granite", GROUPED | {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 2.0}
     ),
+    Architecture(  # each layer has a base of its own, and one none
+        "granite_swa",
+        GROUPED
+        | {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 2.0}
+        | {"num_hidden_layers": 3, "layer_types": [*WINDOWED, "full_attention"], "sliding_window": 7}
+        | {"layer_rope_theta": [100.0, 0, 10000]},
+    ),
     Architecture("granitemoe", GROUPED | {"num_local_experts": 4, "residual_multiplier": 0.5}),
+    Architecture(
+        "granitemoe_swa",
+        GROUPED
+        | {"num_local_experts": 4, "shared_intermediate_size": 32, "layer_types": WINDOWED}
+        | {"sliding_window": 7, "layer_rope_theta": [0, 100.0]},
+    ),
+    Architecture(
+        "granitemoe_swa without shared experts",
+        GROUPED | {"num_local_experts": 4, "layer_types": WINDOWED, "sliding_window": 7},
+        model_type="granitemoe_swa",
+    ),
     Architecture("granitemoeshared", GROUPED | {"num_local_experts": 4, "shared_intermediate_size": 32}),
     Architecture("helium", GROUPED),
     Architecture("hunyuan_v1_dense", GROUPED),
     Architecture("hunyuan_v1_moe", GROUPED | {"num_experts": 4, "moe_topk": 2}),
     Architecture("internlm3", GROUPED),
     Architecture("jais2", GROUPED),
+    Architecture(
+        "kolibri1",
+        GROUPED
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 32, "sliding_window": 7, "layer_types": WINDOWED},
+    ),
+    Architecture("laguna", LAGUNA),
+    Architecture("laguna with a gate each", LAGUNA | {"gating": "per-element"}, model_type="laguna"),
     Architecture("llama", GROUPED),
     Architecture(
         "llama with biases", GROUPED | {"attention_bias": True, "mlp_bias": True}, model_type="llama"
     ),
     Architecture("llama4_text", LLAMA4),
     Architecture("minimax_m2", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("minimax_m3_vl_text", GROUPED | MINIMAX_M3),
     Architecture("ministral", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture(
+        "modernbert-decoder",
+        {"sliding_window": 7, "layer_types": WINDOWED, "cls_token_id": 1, "sep_token_id": 2},
+    ),
     Architecture("mistral", GROUPED | {"sliding_window": 7}),
     Architecture("mixtral", GROUPED | {"num_local_experts": 4, "sliding_window": 7}),
     Architecture("nanochat", GROUPED),
@@ -433,3 +515,18 @@ ARCHITECTURES = [
 ]
 
 SERVED = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.refused is None}
+MODULES = frozenset(
+    [
+        "axk2",
+        "diffllama",
+        "doge",
+        "dots3_note_text",
+        "hy_v4",
+        "minimax",
+        "recurrent_gemma",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ]
+)
+"""Decoders that no structure describes."""

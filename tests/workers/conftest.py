@@ -10,7 +10,7 @@ import pytest
 from pagewire.workers.device import auto_dtype
 from pagewire.workers.estimate import figures
 from pagewire.workers.module import configuration
-from pagewire.workers.run import assembly
+from pagewire.workers.process import wiring
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
@@ -46,6 +46,6 @@ def runner(llama: Path) -> Runner:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCudaDevice]:
     """An emulated GPU of 4 GiB, which all runners get that are loaded."""
     own = EmulatedCudaDevice(EmulatedLauncher())
-    monkeypatch.setattr(assembly, "open_device", lambda config: own)
+    monkeypatch.setattr(wiring, "open_device", lambda config: own)
     with emulated(own.kernels):
         yield own

@@ -19,6 +19,7 @@ from pagewire.ipc.wire.worker_messages import (
     StepResult,
     WorkerConfig,
 )
+from pagewire.workers.process.wiring import open_runner
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.run.runner import Runner
 
@@ -37,7 +38,7 @@ def load_runner(
     sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
     sizes["allowed_save_path"] = "/"
     config = WorkerConfig(str(folder), **(sizes | {"num_threads": 1} | fields))
-    return Runner.start(config, lambda *_: None, collective=collective, wake=wake)
+    return open_runner(config, lambda *_: None, collective=collective, wake=wake)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
+from pagewire.engine_core.states.state_slots import StateSlots
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
@@ -53,10 +54,10 @@ def run(
         max_num_seqs=8,
         max_num_batched_tokens=setting.budget,
         depth=setting.depth,
-        num_states=runner.num_states,
-        checkpoint_tokens=2 * BLOCK_SIZE,
     )
-    scheduler = Scheduler(config)
+    num_states = runner.num_states
+    groups = [StateSlots(num_states, BLOCK_SIZE, 2 * BLOCK_SIZE)] if num_states else []
+    scheduler = Scheduler(config, groups=groups)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs: list[list[int]] = [[] for _ in range(2 * len(prompts))]
     for key, prompt in enumerate([*prompts, *prompts]):

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from pagewire.engine_core.adapters.adapter import Adapter
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar
-from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
+from pagewire.engine_core.states.state_slots import StateSlots
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import LogprobRows, Prompt
 from pagewire.ipc.wire.lora import AdapterSource
@@ -174,10 +175,10 @@ def generate(
     """The outputs by key and index. adapter: of the requests that may have one."""
     config = SchedulerConfig(
         *(way.num_blocks, 4, MAX_MODEL_LEN, 32, way.budget, "fcfs", way.depth),
-        num_states=min(runner.num_states, way.num_states),
-        checkpoint_tokens=8,
     )
-    scheduler = Scheduler(config, speculation)
+    num_states = min(runner.num_states, way.num_states)
+    groups = [StateSlots(num_states, 4, 8)] if num_states else []
+    scheduler = Scheduler(config, speculation, groups=groups)
     outputs: dict[tuple[int, int], Output] = {}
     for group in requests(way):
         arrival = 0

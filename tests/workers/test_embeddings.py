@@ -18,9 +18,8 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.batch.slots import history as history_of
 from pagewire.workers.run.runner import Runner
-from pagewire.workers.run.trial_steps import TrialSteps
 from pagewire.workers.sample.sampler import SamplingSlot
-from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
+from tests.workers.architectures import MODULES, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parallel.threads import Rank, run_ranks
 from tests.workers.parity import NUM_TOKENS, make_prompts
@@ -28,8 +27,8 @@ from tests.workers.pooled import pool, write
 from tests.workers.scheduled import SETTINGS, Setting, run
 
 LENGTHS = (23, 5, 17, 1)
-FORMS = ("llama", "gpt2", "diffllama", "gemma3_text")
-"""A stack, with learned positions, transformers' own code, and an embedding that scales."""
+FORMS = ("llama", "gpt2", "gemma3_text")
+"""A stack, with learned positions, and an embedding that scales."""
 
 
 @lru_cache(maxsize=2)
@@ -92,19 +91,20 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.every_architecture
-@pytest.mark.parametrize("name", sorted(SERVED.keys() - {"gemma4_text"}.union(FORMS)))
+@pytest.mark.parametrize("name", sorted(SERVED.keys() - {"gemma4_text"}.union(FORMS, MODULES)))
 def test_every_architecture_takes_embeddings(name: str, tmp_path: Path) -> None:
     check_parity(SERVED[name].write(tmp_path))
 
 
-def test_layers_that_look_tokens_up_take_none(tmp_path: Path) -> None:
-    assert load_runner(SERVED["gemma4_text"].write(tmp_path))[1].embedding_size == 0
+@pytest.mark.parametrize("name", ["gemma4_text", "diffllama"])
+def test_layers_that_look_tokens_up_take_none_and_modules_neither(name: str, tmp_path: Path) -> None:
+    assert load_runner(SERVED[name].write(tmp_path))[1].embedding_size == 0
 
 
 @pytest.mark.every_architecture
-def test_embeddings_may_be_narrower_than_hidden_states(tmp_path: Path) -> None:
-    runner = check_parity(Architecture("opt", {"word_embed_proj_dim": 32, "ffn_dim": 100}).write(tmp_path))
-    assert runner.embedding_size == 32
+def test_embeddings_narrower_than_hidden_states_are_those_of_a_module(tmp_path: Path) -> None:
+    folder = Architecture("opt", {"word_embed_proj_dim": 32, "ffn_dim": 100}).write(tmp_path)
+    assert load_runner(folder)[1].embedding_size == 0
 
 
 def test_embeddings_of_tokens_are_as_good_as_tokens(llama: Path) -> None:
@@ -265,21 +265,8 @@ def test_models_that_pool_take_embeddings_where_they_look_tokens_up_once(
     assert all(map(torch.equal, pool(runner, [*prompts, *tokens], task), pool(runner, tokens, task) * 2))
 
 
-def test_a_model_that_never_calls_its_embedding_takes_none(tmp_path: Path) -> None:
-    class Own(torch.nn.Module):
-        def __init__(self, base: torch.nn.Module) -> None:
-            super().__init__()
-            self.base, self.other, self.config = base, torch.nn.Embedding(3, 64), base.config
-
-        def get_input_embeddings(self) -> torch.nn.Module:
-            return self.other
-
-        def forward(self, **inputs: Any) -> Any:
-            return self.base(**inputs)
-
-    runner, _ = load_runner(SERVED["diffllama"].write(tmp_path))
-    tokens = Driver(runner).generate([[1, 2, 3]], 4)
-    base: Any = runner.model.model.base
-    base.module = Own(base.module)
-    assert not TrialSteps(runner.step, runner.config, runner.model).take_embeddings(64)
-    assert Driver(runner).generate([[1, 2, 3]], 4) == tokens
+@pytest.mark.parametrize("name", ["diffllama", "gemma4_text"])
+def test_a_model_says_that_it_takes_none(name: str, tmp_path: Path) -> None:
+    """It runs as a module of transformers, or looks tokens up once more for its layers."""
+    _, ready = load_runner(SERVED[name].write(tmp_path))
+    assert ready.embedding_size == 0

@@ -10,9 +10,9 @@ from pagewire.workers.adapters.division import own_rows
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import load_config, resolve_dtype
-from pagewire.workers.module.shards import Cut
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build_module import build_module
+from pagewire.workers.ranks.cut import Cut
 
 NORM_ROWS = 512  # rows of a weight whose norms are computed at a time
 

@@ -97,8 +97,6 @@ class _DeltaBuilder:
             self._add_embedding(module, parts)
         elif (place := self.targets.places.get(name)) is not None:
             self._add_linear(module, name, place, parts)
-        elif parts.keys() <= {Kind.WEIGHT, Kind.BIAS} and self._is_own(name, parts):
-            return
         else:
             raise ValueError(
                 f"{quoted(module)} is no linear layer of this model that adapters can change, nor its embedding of "
@@ -144,21 +142,6 @@ class _DeltaBuilder:
             raise ValueError(f"it brings {extra} tokens, over lora_extra_vocab_size {limit}")
         return extra
 
-    def _is_own(self, name: str, parts: Parts) -> bool:
-        """True if the tensors are those of the model itself."""
-        for kind, tensor in parts.items():
-            full = f"{name}.{kind.value}"
-            if (own := self.targets.vectors.get(full)) is None:
-                return False
-            if own.is_meta:  # another stage has it, and compares the numbers
-                same = own.shape == tensor.shape
-            else:
-                part = own_rows(tensor, self.targets.cuts.get(full))
-                same = own.shape == part.shape and torch.equal(own.cpu(), part.to(own.dtype))
-            if not same:
-                return False
-        return True
-
     def _add_experts(self, module: str, found: FoundExperts, parts: Parts) -> None:
         if parts.keys() != LORA:
             raise ValueError(
@@ -191,6 +174,7 @@ class _DeltaBuilder:
     def _keep(self, place: Place, delta: Delta) -> None:
         if place.linear is None:
             return
+        delta = place.multiplied(delta)
         self.room += room_of(delta)
         self.deltas.setdefault(place.linear.number, []).append(delta.to(self.targets.device))
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.name_patterns import MatchTime, NamePattern

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagewire.workers.module.shards import Axis, Cut
+from pagewire.workers.ranks.cut import Axis, Cut
 
 
 def whole_shape(own: tuple[int, int], cut: Cut | None) -> tuple[int, int]:

@@ -52,16 +52,13 @@ class AdapterFiles:
         return iter(unpickled(self.data).items()) if self.is_pickle else parse_tensors(self.data)
 
 
-def file_bytes(
-    rank: int, adapted: Iterable[tuple[int, int]], whole: Iterable[tuple[int, int]], others: int = 0
-) -> int:
+def file_bytes(rank: int, adapted: Iterable[tuple[int, int]], whole: Iterable[tuple[int, int]]) -> int:
     """The most bytes that a file of tensors can have, as the configuration and the model say before it is read.
 
     adapted: outputs and inputs of the linear layers that may have low-rank matrices. A rank over both counts as the
     larger of them: a product of such matrices can be anything already. whole: of those that may have a weight.
-    others: numbers beside these.
     """
-    numbers = others + sum(n * k for n, k in whole)
+    numbers = sum(n * k for n, k in whole)
     numbers += sum(min(rank, max(n, k)) * (n + k) + VECTORS * n for n, k in adapted)
     return ROOM + MAX_NUMBER_BYTES * numbers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,16 @@ from pagewire.workers.batch.flat_batch import AdapterOrder
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.ranks.interface import Collective
 
-if TYPE_CHECKING:
-    from pagewire.workers.adapters.recorded import RecordedRows
+
+class ReplayedRows(Protocol):
+    """Memory for the rows of recorded steps that have adapters; see `recorded.RecordedRows`."""
+
+    def first(self, size: int) -> AdapterRows:
+        """The rows to record a step of `size` requests with."""
+        ...
+
+    def fill(self, rows: AdapterRows) -> None:
+        """Set the rows of the next replay."""
 
 
 class WorkerAdapters(Protocol):
@@ -54,7 +62,7 @@ class WorkerAdapters(Protocol):
             RuntimeError: an adapter is not loaded.
         """
 
-    def recorded_rows(self, num_rows: int) -> RecordedRows | None:
+    def recorded_rows(self, num_rows: int) -> ReplayedRows | None:
         """Memory for the rows with adapters of recorded steps of up to `num_rows` rows; None: they have none."""
 
     def can_replay(self, indices: NDArray[np.int64]) -> bool:
@@ -97,7 +105,7 @@ class NoAdapters:
             raise RuntimeError("a row has an adapter, but enable_lora is off")
         return None
 
-    def recorded_rows(self, num_rows: int) -> RecordedRows | None:
+    def recorded_rows(self, num_rows: int) -> ReplayedRows | None:
         """None: recorded steps have no such rows."""
         return None
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import torch
 from torch import Tensor
 
 from pagewire.kernels.adapted import Adapted
+from pagewire.kernels.data.deltas import Delta, panels
 from pagewire.workers.adapters.division import own_rows, whole_shape
-from pagewire.workers.module.shards import Cut
+from pagewire.workers.ranks.cut import Cut
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -19,6 +22,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     not, as it is a linear layer in some versions of transformers only.
     cut: how the module is divided over the ranks. This one has `num_out` outputs and `num_in` inputs.
     order: int64 [num_out], which of this rank's outputs of the module each one here is; None: they are the same.
+    factor: float32 [num_out]: what the module gives is multiplied by it here; None: it is not.
     """
 
     linear: Adapted | None
@@ -29,6 +33,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     cut: Cut | None = None
     is_optional: bool = False
     order: Tensor | None = None
+    factor: Tensor | None = None
 
     @property
     def is_elsewhere(self) -> bool:
@@ -58,4 +63,14 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         if self.linear is None:
             return torch.zeros(self.num_out)
         row = self.linear.linear(torch.zeros(1, self.num_in, dtype=self.linear.dtype, device=device))
-        return row[0, self.first : self.first + self.num_out].float().cpu()
+        own = row[0, self.first : self.first + self.num_out].float().cpu()
+        return own if self.factor is None else own / self.factor
+
+    def multiplied(self, delta: Delta) -> Delta:
+        """A change of what the module gives, as one of what is here."""
+        if (factor := self.factor) is None:
+            return delta
+        shift = None if delta.shift is None else delta.shift * factor
+        if delta.b is None:
+            return replace(delta, a=(delta.a * factor[:, None]).to(delta.a.dtype), shift=shift)
+        return replace(delta, b=panels((delta.second * factor[:, None]).to(delta.a.dtype)), shift=shift)

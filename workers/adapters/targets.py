@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.worker_messages import Parallel
@@ -18,8 +17,6 @@ from pagewire.kernels.data.deltas import AdapterWeights, EmbeddingDelta, Shapes
 from pagewire.kernels.data.latents import LatentHeads
 from pagewire.kernels.data.layer import Experts, Layer
 from pagewire.kernels.data.reduced import Reduced
-from pagewire.kernels.experts import GroupedExperts
-from pagewire.kernels.latents import GroupedHeads
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.output import CappedOutput
 from pagewire.kernels.stack import Stack
@@ -30,15 +27,13 @@ from pagewire.workers.adapters.experts import ExpertPlaces, FoundExperts, later_
 from pagewire.workers.adapters.files import file_bytes
 from pagewire.workers.adapters.place import Place
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.experts import up_name
 from pagewire.workers.module.parallel_layers import DividedEmbedding, GatheredLinear
-from pagewire.workers.module.shards import Cut
 from pagewire.workers.module.transforms import LinearModule, QuantisedEmbedding
-from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.network.module_base import ModuleBase, ModuleHead, ModuleScores
-from pagewire.workers.network.network import Network
+from pagewire.workers.network.module_base import ModuleHead, ModuleScores, linear_of
+from pagewire.workers.network.network import ModuleRows, Network
 from pagewire.workers.ranks.agreement import from_rank
+from pagewire.workers.ranks.cut import Cut
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.step.context import current_adapters
 
@@ -52,10 +47,10 @@ class Targets:
 
     places: of linear layers by name. experts: of mixtures, by the name of the module of all of a layer's.
     embedding: its name, and its rows and their size (V, H); empty if it cannot be adapted.
-    vectors: other parameters that adapters may repeat. dtype: of the model.
+    dtype: of the model.
     linears: by number. output: the number of the output layer; None: another stage has it.
     cuts: how parameters are divided over the ranks, by name.
-    has_embedding: False if another stage has it. Vectors of other stages are on the meta device.
+    has_embedding: False if another stage has it.
     """
 
     dtype: torch.dtype
@@ -65,7 +60,6 @@ class Targets:
     experts: dict[str, ExpertPlaces] = field(default_factory=dict)
     embedding: str = ""
     embedding_shape: tuple[int, int] = (0, 0)
-    vectors: dict[str, Tensor] = field(default_factory=dict)
     linears: list[Adapted] = field(default_factory=list)
     output: int | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
@@ -76,19 +70,18 @@ class Targets:
         """Find the parts of a model that was just loaded, and make them ask for the adapters of their rows.
 
         Raises:
-            LoadError: its layers are not called with all rows of a step.
+            LoadError: a half of a layer runs as a module of transformers.
         """
         model = loaded.model
-        if isinstance(model.base, ModuleBase) and not model.base.packed:
+        network = model.network
+        assert network is not None, "no adapters are served with another base"
+        if network.road.halves:
             raise LoadError(
-                "enable_lora: this encoder runs prompt by prompt, for which adapters are not served"
+                f"enable_lora: adapters change linear layers of stacks alone, and {network.road.sentence}; leave "
+                "enable_lora out, or describe its layers (docs/own_models.md)"
             )
         targets = cls(loaded.dtype, device, f"{model.path}." if model.path else "", cuts=loaded.cuts)
-        assert not isinstance(model.base, EncoderDecoder), "no adapters are served with one"
-        if isinstance(model.base, Network):
-            targets._add_network(model.base)
-        else:
-            targets._add_modules(model.base.module, targets.prefix)
+        targets._add_network(network)
         targets._add_head(loaded)
         return targets
 
@@ -132,8 +125,7 @@ class Targets:
         # Embedding and output layer may be there as a whole, also where the configuration does not say so.
         outputs = (place.whole for place in self.places.values() if place.is_output)
         whole += [table, *((num_out + extra, num_in) for num_out, num_in in outputs)]
-        vectors = sum(vector.numel() for vector in self.vectors.values())
-        return file_bytes(rank, shapes, whole, vectors)
+        return file_bytes(rank, shapes, whole)
 
     def _names(self, module: str) -> tuple[str, ...]:
         """The names under which a module may be known here."""
@@ -149,34 +141,34 @@ class Targets:
     def _add_network(self, network: Network) -> None:
         whole = network.stack
         layers = []
-        for place, layer, modules in zip(network.places, whole.layers, network.modules, strict=True):
-            assert place is not None, "with adapters, hybrids run as modules"
-            layers.append(self._adapted_layer(layer, modules, network.qkv_order))
+        for layer, modules in zip(whole.layers, network.modules, strict=True):
+            layers.append(self._adapted_layer(layer, modules))
         network.stack = Stack(whole.input_norm, layers, norm_first=whole.norm_first)
         if network.embedding is not None:
             network.embedding.words = self._adapted_embedding(network.words_name, network.words)
         if (inputs := network.layer_inputs) is not None:
             inputs.projection = self._adapted(f"{self.prefix}{inputs.projection_name}", inputs.projection)
 
-    def _adapted_layer(self, layer: Layer, modules: dict[str, dict[str, int]], order: Tensor | None) -> Layer:
-        """A stack's layer whose linear layers ask for adapters.
-
-        modules: see `Network.modules`. order: `Network.qkv_order`.
-        """
+    def _adapted_layer(self, layer: Layer, modules: dict[str, dict[str, ModuleRows]]) -> Layer:
+        """A stack's layer whose linear layers ask for adapters. modules: see `Network.modules`."""
 
         def change(field: str, linear: Linear) -> Linear:
             if linear.dtype != self.dtype:  # a router of float32 in a model of another dtype
                 return linear
             adapted, first = self._numbered(linear), 0
-            for module, num_out in modules.get(field, {}).items():
+            for module, rows in modules.get(field, {}).items():
                 full = f"{self.prefix}{module}"
-                cut = self.cuts.get(f"{full}.weight")
-                is_optional = field in ("router", "shared_gate")
-                own = order if field == "qkv" else None
                 self.places[full] = Place(
-                    adapted, first, num_out, linear.in_features, False, cut, is_optional, own
+                    adapted,
+                    first,
+                    rows.count,
+                    linear.in_features,
+                    cut=self.cuts.get(f"{full}.weight"),
+                    is_optional=field in ("router", "shared_gate"),
+                    order=rows.order,
+                    factor=rows.factor,
                 )
-                first += num_out
+                first += rows.count
             return adapted
 
         layer = layer.replaced(change)
@@ -203,39 +195,6 @@ class Targets:
         up, down = places(up_name, experts.up), places("down_proj", experts.down)
         self.experts[name] = ExpertPlaces(up, down, up_name, is_joined)
 
-    def _add_module_of_experts(self, name: str, module: Any) -> None:
-        """Add experts of a module of transformers."""
-        experts = replace(
-            module.grouped.experts,
-            up=list(map(self._numbered, module.grouped.experts.up)),
-            down=list(map(self._numbered, module.grouped.experts.down)),
-        )
-        module.grouped = GroupedExperts(experts, self.device, module.grouped.between, module.grouped.after)
-        self._add_experts(name, experts, up_name(module), module.has_gate and module.is_concatenated)
-
-    def _add_modules(self, module: nn.Module, prefix: str) -> None:
-        """Wrap the linear layers within a module, and its embedding of tokens."""
-        for name, child in list(module.named_children()):
-            full = f"{prefix}{name}"
-            if isinstance(child, LinearModule):
-                if isinstance(child.product, Adapted):
-                    raise LoadError(
-                        f"enable_lora: several layers of this model share {full}, for which adapters are not served"
-                    )
-                child.product = self._adapted(full, child.product)
-            elif type(child) in (*EMBEDDINGS, DividedEmbedding) and not self.embedding:
-                setattr(module, name, self._adapted_embedding(full.removeprefix(self.prefix), child))
-            else:
-                if isinstance(own := getattr(child, "latent_heads", None), GroupedHeads):
-                    heads = self._numbered_place(f"{full}.kv_b_proj", own.heads)
-                    attention: Any = child
-                    attention.latent_heads = GroupedHeads(heads, self.device)
-                if isinstance(getattr(child, "grouped", None), GroupedExperts):
-                    self._add_module_of_experts(full, child)
-                for leaf, parameter in child.named_parameters(recurse=False):
-                    self.vectors[f"{full}.{leaf}"] = parameter.detach()
-                self._add_modules(child, f"{full}.")
-
     def _add_head(self, loaded: LoadedModel) -> None:
         """Wrap the output layer, or the linear layers of a classifier."""
         model, pooler = loaded.model, loaded.pooler
@@ -244,8 +203,8 @@ class Targets:
             for name, child in behind.module.named_modules():
                 if isinstance(child, LinearModule):
                     child.product = self._adapted(name, child.product, is_output=True)
-        elif model.head is not None and not isinstance(model.head, ModuleHead):
-            model.head = self._adapted(model.output, model.head, is_output=True)
+        elif (linear := linear_of(model.head)) is not None:
+            model.head = self._adapted(model.output, linear, is_output=True)
 
     def _adapted(self, name: str, linear: Linear, is_output: bool = False) -> Linear:
         """The layer that asks for adapters; over several ranks it does so before it puts their parts together."""
@@ -307,21 +266,13 @@ class StageModules(msgspec.Struct):
     experts: dict[str, StageExperts]
     embedding: str
     embedding_shape: tuple[int, int]
-    vectors: dict[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, targets: Targets) -> StageModules:
         """Those of this rank's stage."""
         linears = {name: place.elsewhere() for name, place in targets.places.items()}
         experts = {name: StageExperts.of(places) for name, places in targets.experts.items()}
-        vectors = {name: whole_vector(name, targets) for name in targets.vectors}
-        return cls(linears, experts, targets.embedding, targets.embedding_shape, vectors)
-
-
-def whole_vector(name: str, targets: Targets) -> tuple[int, ...]:
-    """The shape of a parameter on all ranks of its stage together."""
-    shape = tuple(targets.vectors[name].shape)
-    return (whole_shape((shape[0], 1), targets.cuts.get(name))[0], *shape[1:]) if shape else shape
+        return cls(linears, experts, targets.embedding, targets.embedding_shape)
 
 
 def add_other_stages(targets: Targets, ranks: Collective, parallel: Parallel) -> None:
@@ -342,8 +293,6 @@ def add_other_stages(targets: Targets, ranks: Collective, parallel: Parallel) ->
             places.setdefault(name, targets.places.get(name, place))
         for name, of_layer in stage.experts.items():
             experts.setdefault(name, targets.experts.get(name) or of_layer.places())
-        for name, shape in stage.vectors.items():
-            targets.vectors.setdefault(name, torch.empty(shape, device="meta"))
         if stage.embedding and not targets.embedding:
             targets.embedding, targets.embedding_shape = stage.embedding, stage.embedding_shape
             targets.has_embedding = False

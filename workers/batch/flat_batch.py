@@ -14,9 +14,9 @@ from torch import Tensor
 from pagewire.ipc.wire.worker_messages import Row
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
+from pagewire.workers.batch.overlay import overlay_of
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.caches.sources import SourceBatch
-from pagewire.workers.module.overlay import overlay_of
 from pagewire.workers.step.context import Axes, Overlay
 
 

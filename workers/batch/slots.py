@@ -16,7 +16,8 @@ from pagewire.ipc.wire.sources import SourceInfo
 from pagewire.ipc.wire.tasks import restore_tasks
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.kernels.data.paging import AttentionBatch
-from pagewire.workers.caches.sources import SlotSource, SourceBatch
+from pagewire.workers.caches.slot_source import SlotSource
+from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.network.pooler import PoolingSlot
 from pagewire.workers.sample.logit_edits import NO_TOKEN
 from pagewire.workers.sample.sampler import SamplingSlot
@@ -27,6 +28,7 @@ class Slots:
 
     tokens: int64 [max_num_seqs, max_model_len + 1]; num_tokens: int64 [max_num_seqs].
     block_table: int32 [max_num_seqs, blocks of max_model_len tokens]; num_blocks: int64 [max_num_seqs].
+    num_used_blocks: up to the last KV block that any slot has had.
     adapters: int64 [max_num_seqs], the index of each one's adapter; 0 for none.
     long_from: int64 [max_num_seqs]: what the positions of long sequences are raised by, to be rows in tables of
         angles (`RotaryTable`); 0 for short ones. A sequence is long if its slot was filled with more tokens than
@@ -59,6 +61,7 @@ class Slots:
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.block_table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_used_blocks = 0
         self.adapters: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.long_from: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling: dict[int, SamplingSlot] = {}
@@ -96,7 +99,8 @@ class Slots:
         self.sampling[slot].append(token_id)
 
     def clear(self) -> None:
-        """Drop the state of all sequences."""
+        """Drop the state of all sequences; what the KV blocks hold is lost, too."""
+        self.num_used_blocks = 0
         self.sampling.clear()
         self.pooling.clear()
         self.sources.clear()
@@ -118,6 +122,7 @@ class Slots:
         self.num_tokens[slot] = num_tokens
         self.block_table[slot, : len(init.block_ids)] = init.block_ids
         self.num_blocks[slot] = len(init.block_ids)
+        self._use(init.block_ids)
         self.adapters[slot] = init.adapter
         self.long_from[slot] = self.short_length if num_tokens > self.short_length else 0
         if isinstance(init.task, PoolingParams):
@@ -140,6 +145,10 @@ class Slots:
         last = first + len(row.new_block_ids)
         self.block_table[row.slot, first:last] = row.new_block_ids
         self.num_blocks[row.slot] = last
+        self._use(row.new_block_ids)
+
+    def _use(self, block_ids: Sequence[int]) -> None:
+        self.num_used_blocks = max(self.num_used_blocks, 1 + max(block_ids, default=-1))
 
 
 def history(tokens: NDArray[np.int64], media: Sequence[Media]) -> NDArray[np.int64]:

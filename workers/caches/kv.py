@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.data.kv_codes import row_width
 from pagewire.kernels.data.paging import UNSCALED, AttentionBatch, Cache, KVScales, kv_block_bytes
-
-if TYPE_CHECKING:
-    from pagewire.workers.device.interface import Device
+from pagewire.workers.caches.memory import Allocator
 
 PAGE = 16  # tokens
 
@@ -61,7 +58,7 @@ class KVShape:
         return kv_block_bytes(self.num_kv_heads, block_size, sizes, self.dtype) + index
 
     def allocate(
-        self, num_blocks: int, block_size: int, device: Device, scales: KVScales = UNSCALED
+        self, num_blocks: int, block_size: int, device: Allocator, scales: KVScales = UNSCALED
     ) -> Cache:
         """A zeroed cache of `num_blocks` blocks of `block_size` tokens on a device."""
         shape = (num_blocks, self.num_kv_heads, block_size)
@@ -84,7 +81,7 @@ def allocate_caches(
     shapes: Sequence[KVShape],
     num_blocks: int,
     block_size: int,
-    device: Device,
+    device: Allocator,
     scales: Sequence[KVScales] = (),
 ) -> list[Cache]:
     """The caches of layers of these shapes, see `KVShape.allocate`; a layer that reads another's has the same one.

@@ -9,37 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pagewire.ipc.wire.codec import Tensor as PlainTensor
-from pagewire.ipc.wire.items import Media
-from pagewire.ipc.wire.sources import SOUND, SoundExcerpt, SourceInfo
 from pagewire.kernels.data.paging import AttentionBatch
 
 
-class SlotSource(NamedTuple):
-    """The source of a sequence: the positions that its encoder makes, and its sound float32 [samples], if any.
+class EncodedSource(Protocol):
+    """What the encoder reads of a sequence: a `SlotSource`."""
 
-    excerpt: of a longer sound; None: the sound is whole.
-    """
-
-    length: int
-    sound: PlainTensor | None = None
-    excerpt: SoundExcerpt | None = None
-
-    @classmethod
-    def of(cls, medium: Media, info: SourceInfo) -> SlotSource:
-        """That of the first medium of a sequence."""
-        length = info.num_tokens(medium.data)
-        if info.kind != SOUND:
-            return cls(length)
-        return cls(length, medium.data, SoundExcerpt.of(medium.options))
+    @property
+    def length(self) -> int:
+        """The positions that the encoder makes of it."""
+        ...
 
 
-Features: TypeAlias = Callable[[SlotSource], Tensor]
+Features: TypeAlias = Callable[[EncodedSource], Tensor]
 """What the encoder of a sound takes, float32 [1, bins, frames]."""
 
 
@@ -47,7 +34,7 @@ class EncodedRow(NamedTuple):
     """A row of a step that is a source: its first token in the batch, and what it is."""
 
     first: int
-    source: SlotSource
+    source: EncodedSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +53,9 @@ class SourceBatch:
     cross: AttentionBatch
 
     @classmethod
-    def of(cls, batch: AttentionBatch, sources: Sequence[SlotSource | None], block_size: int) -> SourceBatch:
+    def of(
+        cls, batch: AttentionBatch, sources: Sequence[EncodedSource | None], block_size: int
+    ) -> SourceBatch:
         """That of the R requests of a batch on the host, each its whole source, tokens of its target, or both.
 
         sources: of each; None: it has none, as steps that warm a model up.

@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.data.states import MixerStates, StateBatch
+from pagewire.workers.caches.memory import Allocator
 from pagewire.workers.errors import LoadError
-
-if TYPE_CHECKING:
-    from pagewire.workers.device.interface import Device
 
 StateShape: TypeAlias = tuple[int, ...]
 """The shape of a state after one token; its numbers are float32."""
@@ -30,7 +28,7 @@ def state_bytes(shapes: Sequence[StateShape]) -> int:
     return sum(math.prod(shape) for shape in shapes) * torch.float32.itemsize
 
 
-def allocate_states(shapes: Sequence[StateShape], num_states: int, device: Device) -> list[Tensor]:
+def allocate_states(shapes: Sequence[StateShape], num_states: int, device: Allocator) -> list[Tensor]:
     """Zeroed states float32 [num_states, *shape] of these shapes on a device.
 
     Raises:
@@ -72,7 +70,7 @@ class RecordedStates:
     """
 
     num_states: int
-    device: Device
+    device: Allocator
     shapes: list[StateShape] = field(default_factory=list)
     memory: list[Tensor] = field(default_factory=list)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from pagewire.ipc.counts import check_counts
 from pagewire.ipc.families.family import ForeignModel
-from pagewire.ipc.files.hub import read_configs, read_foreign, read_json
+from pagewire.ipc.files.hub import read_json
+from pagewire.ipc.files.model_configs import read_configs, read_foreign
 from pagewire.ipc.files.safetensors import LENGTH_BYTES, parse_header
 from pagewire.ipc.gguf.config import model_config
 from pagewire.ipc.gguf.file import GgufError, TensorInfo, is_gguf, read_gguf

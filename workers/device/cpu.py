@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -24,9 +24,6 @@ from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-POPULATED = (
-    4 << 30
-)  # pre-fault at most these bytes of the KV cache while idle (4 GiB, the default cache size)
 
 
 @dataclass(frozen=True)
@@ -104,9 +101,9 @@ class CpuDevice:
         """See `Device.zeros`."""
         return zeros(shape, dtype)
 
-    def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def populate(self, tensor: Tensor) -> bool:
         """See `Device.populate`."""
-        return populate(tensors, POPULATED)
+        return populate(tensor)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """See `Device.kv_dtypes`."""

@@ -105,9 +105,9 @@ class CudaDevice:
         except torch.OutOfMemoryError as error:
             raise OSError(str(error)) from error
 
-    def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Nothing to do: a GPU's memory is there when it is allocated."""
-        return iter(())
+    def populate(self, tensor: Tensor) -> bool:
+        """False: a GPU's memory is there when it is allocated."""
+        return False
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """See `Device.kv_dtypes`."""

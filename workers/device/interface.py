@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -115,8 +115,8 @@ class Device(Protocol):
             OSError: not enough memory.
         """
 
-    def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Pre-fault the pages of zeroed tensors, from their beginnings on; each `next` takes milliseconds."""
+    def populate(self, tensor: Tensor) -> bool:
+        """Take the pages of a contiguous tensor from the system; False where that cannot be done ahead."""
 
     def kv_dtypes(self, dtype: torch.dtype) -> Sequence[torch.dtype]:
         """The dtypes that the KV cache of a model of this dtype may have."""

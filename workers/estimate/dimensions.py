@@ -181,7 +181,10 @@ def _num_indexers(text: Mapping[str, Any], num_layers: int) -> int:
     """Layers that choose the keys which a token sees; others may see what the layer before them has chosen."""
     if kinds := text.get("indexer_types"):
         return list(kinds).count("full")
-    return list(text.get("layer_types") or ()).count("indexed_attention") or num_layers
+    kinds = list(text.get("layer_types") or ())
+    if set(kinds) == {"full_attention"}:  # MiniMax M3 names the sizes of an indexer all the same
+        return 0
+    return kinds.count("indexed_attention") or num_layers
 
 
 def _kv_heads(text: Mapping[str, Any]) -> int:

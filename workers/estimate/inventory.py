@@ -33,7 +33,11 @@ class Part(str, Enum):
 HEADS = (".lm_head.", ".embed_out.", ".output_projection.", ".output.", ".language_model.lm_head.")
 """How the names of output layers begin."""
 WORDS = {
-    Part.EXPERTS: (".experts.", "block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+    Part.EXPERTS: (
+        ".experts.",
+        *("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+        *(".moe.gate_proj.", ".moe.up_proj.", ".moe.down_proj."),
+    ),
     Part.ATTENTION: (
         "attn",
         "attention",
@@ -76,6 +80,8 @@ BESIDE_TEXT = (
     ".connector",
     ".aligner",
     ".merger",
+    ".patch_merge",
+    ".vit_",
     ".vqmodel",
     ".embed_vision",
     ".embed_audio",

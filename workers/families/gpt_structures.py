@@ -56,6 +56,30 @@ def of_gpt2(layer: Any, config: Any) -> LayerParts:
     )
 
 
+def of_jais(layer: Any, config: Any) -> LayerParts:
+    """The parts of a layer of Jais: GPT-2's with gates and a bias by distance."""
+    parts, mlp = of_gpt2(layer, config), layer.mlp
+    return replace(parts, up=(mlp.c_fc2, mlp.c_fc), gated=True, alibi=1.0)
+
+
+def of_alibi_llama(layer: Any, config: Any) -> LayerParts:
+    """The parts of a layer of Baichuan 13B: Llama's with a bias by distance."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return LayerParts(
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        attention.o_proj,
+        (mlp.gate_proj, mlp.up_proj),
+        mlp.down_proj,
+        (layer.input_layernorm, layer.post_attention_layernorm),
+        attention.head_dim,
+        gated=True,
+        index=attention.layer_idx,
+        scale=attention.scaling,
+        heads=(config.num_attention_heads, config.num_key_value_heads),
+        alibi=1.0,
+    )
+
+
 def of_gpt_neo(layer: Any, config: Any) -> LayerParts:
     """The parts of a layer of GPT-Neo, whose logits are not scaled."""
     attention, mlp = layer.attn.attention, layer.mlp
@@ -308,6 +332,7 @@ BERT = replace(
 )
 GPT_STRUCTURES: dict[str, Structure] = {
     **dict.fromkeys(BERT_LIKE, BERT),
+    "alibi_llama": replace(LLAMA_LIKE, layers=of_layers("layers", of_alibi_llama), rotary=None),
     "biogpt": replace(
         OPT,
         layers=of_layers("layers", of_opt),
@@ -340,6 +365,14 @@ GPT_STRUCTURES: dict[str, Structure] = {
         words="embed_in",
     ),
     "gptj": GPTJ,
+    "jais": replace(
+        GPT2,
+        layers=of_layers("h", of_jais),
+        positions=None,
+        embedding_scale=lambda base, dtype: base.config.embeddings_scale,
+        activations=(),
+        activation_name="silu",
+    ),
     "mpt": replace(
         GPT2,
         layers=of_layers("blocks", of_mpt),

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from types import MethodType
 from typing import Any
@@ -25,7 +26,7 @@ from pagewire.kernels.data.routing import ExpertGroups, Routing
 from pagewire.kernels.data.weight import dense_weight
 from pagewire.kernels.reference.routing import choose, for_choice, scores_of
 from pagewire.workers.module.products import packed
-from pagewire.workers.module.structure import EXPERTS, SHARED, SHARED_GATE
+from pagewire.workers.module.structure import EXPERTS, GIVEN_NORMS, SHARED, SHARED_GATE
 from pagewire.workers.module.transforms import pack_joined, tolerance
 from pagewire.workers.module.weights import Weights
 
@@ -37,6 +38,8 @@ ROWS = 16  # of each of them
 EPSILONS = (0.0, 1e-20, 1e-6)  # that stand in no configuration
 EXPERTS_GIVE, SHARED_GIVES, GATE_GIVES = 2.0, 1.0, 0.0
 """What stands in for the parts of a half gives its input times. The sigmoid of the last one is a half."""
+AVERAGE = 0.5
+"""What Cohere 2 MoE multiplies the sum by of what experts give, and of what the one for every token gives."""
 FACTOR = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 GROUPS, KEPT_GROUPS = ("num_group", "n_group"), ("topk_group",)
 EPSILON, JITTER = ("norm_min",), ("router_jitter_noise",)
@@ -47,18 +50,21 @@ Place = tuple[Any, str]
 
 
 class StandIn(nn.Module):
-    """In place of a part of a half: keeps what it is given, and gives the first of it, states, times a factor."""
+    """In place of a part of a half: keeps what it is given, and gives the first of it, states, times a factor.
 
-    def __init__(self, factor: float) -> None:
+    shift: by so many places; so it is seen what of a sum is whose.
+    """
+
+    def __init__(self, factor: float, shift: int = 0) -> None:
         super().__init__()
-        self.factor = factor
+        self.factor, self.shift = factor, shift
         self.states = torch.empty(0)
         self.others: tuple[Any, ...] = ()
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
         """x [..., H] to [..., H]."""
         self.states, self.others = x, (*others, *named.values())
-        return self.factor * x
+        return self.factor * x.roll(self.shift, -1)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class RouterRun:
 
     states: [T, H]. matrix: [E, H]. logit_bias: [E], or None. bias: float32 [E], of the choice, or None.
     ids, weights: [T, C], of the experts that are chosen, in any order. weighs_inputs: see `Experts`.
+    shared_factor: what the expert that every token gets gives is multiplied by it.
     """
 
     states: Tensor
@@ -76,6 +83,7 @@ class RouterRun:
     ids: Tensor
     weights: Tensor
     weighs_inputs: bool
+    shared_factor: float = 1.0
 
     def logits(self, dtype: torch.dtype) -> Tensor:
         """The logits [T, E] of a product in a dtype."""
@@ -86,7 +94,8 @@ class RouterRun:
         """True if these numbers make the same of the logits; of experts that are equal, either may be chosen."""
         logits = self.logits(torch.float32)
         ids, weights = choose(logits, routing, self.bias)
-        by = for_choice(scores_of(logits, routing), self.bias, routing.groups)
+        basis = logits if routing.by_logits else scores_of(logits, routing)
+        by = for_choice(basis, self.bias, routing.groups)
         pairs = [(by.gather(1, ids), by.gather(1, self.ids)), (weights, self.weights.float())]
         return all(
             torch.allclose(
@@ -112,6 +121,7 @@ class RouterParts:
     half: the module of all of it. gate: the name of what has the router's weights in it.
     routing: what it computes, in float32. linear: the module with the matrix of the logits, `weight` [E, H], and
     their `bias`, if it has one. bias: that of the choice; None: it has none. weighs_inputs: see `Experts`.
+    shared_factor: see `RouterRun`.
     """
 
     half: Any
@@ -120,6 +130,7 @@ class RouterParts:
     linear: Any
     bias: Place | None
     weighs_inputs: bool = False
+    shared_factor: float = 1.0
 
     def packed(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> Router:
         """The router with its weights, packed on a device, in the dtypes in which the half computes it.
@@ -176,7 +187,7 @@ def router_parts(half: Any) -> RouterParts | None:
 
 
 def _found(half: Any) -> RouterParts | None:
-    apart = {EXPERTS, SHARED_GATE, *SHARED}
+    apart = {EXPERTS, SHARED_GATE, *SHARED, *GIVEN_NORMS}
     (gate,) = {name for name, child in half.named_children() if any(True for _ in child.parameters())} - apart
     (linear,) = (m for m in getattr(half, gate).modules() if getattr(m, "weight", None) is not None)
     of_linear = {(linear, "weight"), (linear, "bias")}
@@ -190,7 +201,10 @@ def _found(half: Any) -> RouterParts | None:
     modules = [half, *getattr(half, gate).modules()]
     forms = routings(modules, outcome.ids.shape[1], len(outcome.matrix))
     found = next((form for form in forms if outcome.is_of(form)), None)
-    return None if found is None else replace(parts, routing=found, weighs_inputs=outcome.weighs_inputs)
+    if found is None:
+        return None
+    own = outcome.weighs_inputs, outcome.shared_factor
+    return replace(parts, routing=found, weighs_inputs=own[0], shared_factor=own[1])
 
 
 def owned(half: Any, gate: str) -> Iterator[tuple[Any, str, Tensor]]:
@@ -204,26 +218,28 @@ def owned(half: Any, gate: str) -> Iterator[tuple[Any, str, Tensor]]:
 def routings(modules: list[Any], num_chosen: int, num_experts: int) -> Iterator[Routing]:
     """What a router may compute by the numbers that its modules have as attributes, in float32."""
 
-    def numbers(names: tuple[str, ...], *usual: float) -> list[float]:
-        found = (getattr(module, name, None) for name in names for module in modules)
-        return list(dict.fromkeys([*(float(n) for n in found if isinstance(n, int | float)), *usual]))
-
+    numbers = partial(numbers_of, modules)
     count, kept = (int(numbers(names, 1)[0]) for names in (GROUPS, KEPT_GROUPS))
     groups: list[ExpertGroups | None] = [None]
     if kept < count:
         groups += [ExpertGroups(count, kept, best) for best in (1, 2) if best <= num_experts // count]
-    for group, sigmoid, normalised, epsilon, factor, jitter in product(
+    for group, (sigmoid, by_logits), normalised, epsilon, factor, jitter in product(
         groups,
-        (False, True),
+        ((False, False), (True, False), (True, True)),
         (False, True),
         numbers(EPSILON, *EPSILONS),
-        numbers(FACTOR, 1.0),
+        numbers(FACTOR, 1.0, AVERAGE),
         numbers(JITTER, 0.0),
     ):
         if normalised or epsilon == 0:
-            yield Routing(
-                num_chosen, normalised, torch.float32, sigmoid, group, epsilon, factor, margin=2 * jitter
-            )
+            own = (normalised, torch.float32, sigmoid, group, epsilon, factor, 2 * jitter, by_logits)
+            yield Routing(num_chosen, *own)
+
+
+def numbers_of(modules: list[Any], names: tuple[str, ...], *usual: float) -> list[float]:
+    """The numbers that modules have as attributes of these names, and the usual ones."""
+    found = (getattr(module, name, None) for name in names for module in modules)
+    return list(dict.fromkeys([*(float(n) for n in found if isinstance(n, int | float)), *usual]))
 
 
 def run(parts: RouterParts, dtype_of: Callable[[Place], torch.dtype], dtype: torch.dtype) -> RouterRun:
@@ -252,26 +268,33 @@ def run(parts: RouterParts, dtype_of: Callable[[Place], torch.dtype], dtype: tor
     half = _with_values(parts.half, values)
     half._modules[parts.gate] = _with_values_below(getattr(parts.half, parts.gate), values)
     experts, shared = StandIn(EXPERTS_GIVE), 0.0
+    modules = [half, *getattr(half, parts.gate).modules()]
     half._modules[EXPERTS] = experts
     for name in SHARED & half._modules.keys():
         if half._modules[name] is not None:
             is_gated = half._modules.get(SHARED_GATE) is not None
-            half._modules[name] = StandIn(SHARED_GIVES)
+            half._modules[name] = StandIn(SHARED_GIVES, 1)
             shared += SHARED_GIVES / 2 if is_gated else SHARED_GIVES
     if half._modules.get(SHARED_GATE) is not None:
         half._modules[SHARED_GATE] = StandIn(GATE_GIVES)
+    half._modules |= dict.fromkeys(GIVEN_NORMS & half._modules.keys(), nn.Identity())
     result = half(states[None])
     result = result[0] if isinstance(result, tuple) else result
     given = experts.states.view(-1, *states.shape)  # of each expert, where all get their own
-    expected = EXPERTS_GIVE * given.sum(0) + shared * states
-    if not torch.allclose(result.view_as(states), expected, rtol=tolerance(dtype)):
+    added = EXPERTS_GIVE * given.sum(0), shared * states.roll(1, -1)
+    for factor, shared_factor in product(numbers_of(modules, FACTOR, 1.0, AVERAGE), (1.0, AVERAGE)):
+        expected = factor * added[0] + shared_factor * added[1]
+        if torch.allclose(result.view_as(states), expected, rtol=tolerance(dtype)):
+            break
+    else:
         raise ValueError("it does not add up what its parts give")
     weighs_inputs = not experts.others
     ids, weights = _shares(given, states) if weighs_inputs else experts.others
     bias = None if parts.bias is None else values[parts.bias].flatten().float()
     matrix, logit_bias = (values.get((parts.linear, name)) for name in ("weight", "bias"))
     assert matrix is not None
-    return RouterRun(states, matrix, logit_bias, bias, ids, weights, weighs_inputs)
+    own = ids, weights * factor
+    return RouterRun(states, matrix, logit_bias, bias, *own, weighs_inputs, shared_factor if shared else 1.0)
 
 
 def _shares(given: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:

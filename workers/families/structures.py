@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.data.layer import Activation, Angles, HeadNormForm, LayerNorm, Norm
+from pagewire.kernels.data.layer import Activation, Angles, HeadNormForm, LayerNorm, LimitedGate, Norm
 from pagewire.kernels.ops import layer_norm
 from pagewire.kernels.stack import normed_by
 from pagewire.workers.families.routers import RouterParts, SumRouterParts, router_parts
+from pagewire.workers.module.experts import limited_gate
 from pagewire.workers.module.structure import (
     CHUNKED,
     DECODERS,
     DEFAULT_ACTIVATION,
     EXPERTS,
+    GIVEN_NORMS,
     LATENT_KEYS,
     LATENT_QUERIES,
     LLAMA,
@@ -99,6 +101,7 @@ class LayerParts:
     and the order of queries, keys and values in each; None: it is one block in the order "qkv".
     qkv_limit: see `Layer`. alibi: a factor of the usual slopes of a bias by distance; None: there is none.
     out_norm, down_norm: modules, of what `out` and `down` take. curve: the module of an xIELU.
+    limited: the gate with limits of the feed-forward half that every token gets; None: it has none.
     turned_back: see `DecoderNames`.
     value_norm: of heads of values. source: the layer whose keys and values it reads; `qkv` is of queries alone.
     Where `qkv` is of queries and keys, values are keys. input_gate: the products and the norm of an `InputGate`.
@@ -110,7 +113,8 @@ class LayerParts:
     does so is no data; empty: none does.
     gated_queries: see `Layer`. Gates are made by the second of four modules in `qkv`; of three, the first one makes
     a gate behind each query head.
-    head_gates: see `Layer`; they are the last of `qkv`.
+    head_gates: see `Layer`; they are the last of `qkv`. softplus_gates: see there.
+    gate_bias: a module, and the name of its parameter, which has one number for all gates of a head.
     beside: the parts of a mixer beside attention, which has no norms of its own.
     factors: what linear layers give is multiplied by these.
     """
@@ -139,6 +143,8 @@ class LayerParts:
     why: str = ""
     gated_queries: bool = False
     head_gates: bool = False
+    softplus_gates: bool = False
+    gate_bias: tuple[Any, str] | None = None
     beside: LayerParts | None = None
     factors: Factors | None = None
     heads: tuple[int, int] | None = None
@@ -156,6 +162,7 @@ class LayerParts:
     out_norm: Any = None
     down_norm: Any = None
     curve: Any = None
+    limited: LimitedGate | None = None
     turned_back: bool = False
     value_norm: Any = None
     value_dim: int | None = None
@@ -290,6 +297,17 @@ def plain_norm_of(module: Any, size: int, dtype: torch.dtype, device: torch.devi
 
 
 @dataclass(frozen=True)
+class UnturnedScales:
+    """The factors of queries in layers without rotation.
+
+    factors: of a base and the number of positions, float32 [P]. by_place: see `Network`.
+    """
+
+    factors: Callable[[Any, int], Tensor]
+    by_place: bool
+
+
+@dataclass(frozen=True)
 class Structure:
     """Where a base has what a network is made of.
 
@@ -297,14 +315,15 @@ class Structure:
     words: the name of the tokens' table, in a causal base itself or in the module of an encoder's embeddings.
     norm: the name of the norm of their sum; None: it is not normed. relative_bias: of a base and its weights,
     float32 [Hq, 2 R]; None: attention has none. causal: tokens attend to none behind them.
-    rotary: the name of the module that makes angles, if the base has one; None: there are none.
+    rotary: the name of the module that makes angles, if the base has one, or of a list of them, whose kinds are the
+    bases of their frequencies; None: there are none.
     embedding_scale: of a base and the dtype of its embeddings, what these are multiplied by.
     positions: of a causal base and its weights, [P, H], what is added to embeddings; None: nothing is.
     angles: of a base and its weights, cosines and sines [P, n] of neighbours, for a base without `rotary`.
     query_scales: of a base and the number of positions, float32 [P], the factors of queries; None: there are none.
     unturned_scales: those of queries in layers without rotation.
     activation_name: of a base whose configuration names none.
-    layer_inputs: see `DecoderNames`.
+    layer_inputs, depth_scaled: see `DecoderNames`.
     """
 
     layers: Layers
@@ -320,9 +339,10 @@ class Structure:
     positions: Callable[[Any, Weights], Tensor] | None = None
     angles: Callable[[Any, Weights], Angles] | None = None
     query_scales: Callable[[Any, int], Tensor] | None = None
-    unturned_scales: Callable[[Any, int], Tensor] | None = None
+    unturned_scales: UnturnedScales | None = None
     activation_name: str = DEFAULT_ACTIVATION
     layer_inputs: tuple[str, ...] = ()
+    depth_scaled: bool = False
 
     def activation(self, config: Any) -> Activation:
         """The activation that a configuration names.
@@ -417,6 +437,12 @@ def attending_parts(layer: Any, attention: Any, names: DecoderNames, config: Any
     else:  # no gates among the queries
         queries = getattr(attention, names.qkv[0]).out_features
         require(queries * value_dim == out.in_features * attention.head_dim)
+    has_gates = len(made) == 4
+    has_head_gates = (
+        has_gates and getattr(attention, made[1]).out_features * attention.head_dim == out.in_features
+    )
+    if has_head_gates:  # one for each head, which come last
+        made = (made[0], *made[2:], made[1])
     return LayerParts(
         qkv=[getattr(attention, name) for name in made],
         out=out,
@@ -427,8 +453,11 @@ def attending_parts(layer: Any, attention: Any, names: DecoderNames, config: Any
         gated=names.gated,
         window=attention_window(attention, config),
         chunk=attention_chunk(attention, config),
-        gated_queries=len(made) == 4,
-        kind=rotation_kind(attention, config),
+        gated_queries=has_gates and not has_head_gates,
+        head_gates=has_head_gates,
+        softplus_gates=names.softplus_gates,
+        gate_bias=(attention, names.gate_bias) if names.gate_bias else None,
+        kind=str(rotation_base(attention, config)) if names.rotaries else rotation_kind(attention, config),
         index=attention.layer_idx,
         scale=float(attention.scaling),
         head_norms=named(attention, head_norms) if has_head_norms else None,
@@ -444,7 +473,7 @@ def attending_parts(layer: Any, attention: Any, names: DecoderNames, config: Any
         qkv_limit=limit,
         out_norm=getattr(attention, names.out_norm) if names.out_norm else None,
         turned_back=names.turned_back,
-        turned=is_turned(attention, names),
+        turned=is_turned(attention, names, config),
         sinks=attention if isinstance(getattr(attention, "sinks", None), Tensor) else None,
         softcap=getattr(attention, "attn_logit_softcapping", None),
         parallel=names.parallel,
@@ -488,8 +517,14 @@ def with_feed_forward(parts: LayerParts, half: Any, names: DecoderNames) -> Laye
     router = router_parts(half)
     require(router is not None, UNKNOWN_ROUTER)
     parts = replace(parts, mixture=half, router=router)
+    if norms := [child for name, child in half.named_children() if name in GIVEN_NORMS]:
+        parts = replace(parts, own_norms=(parts.own_norms[0], norms[0]))
     shared = [child for name, child in half.named_children() if name in SHARED]
-    return with_dense(parts, shared[0], names) if shared else parts
+    if not shared:
+        return parts
+    parts = with_dense(parts, shared[0], names)
+    factor = 1.0 if router is None else router.shared_factor
+    return parts if factor == 1.0 else replace(parts, factors={parts.down: factor})
 
 
 def with_dense(parts: LayerParts, half: Any, names: DecoderNames) -> LayerParts:
@@ -509,6 +544,7 @@ def with_dense(parts: LayerParts, half: Any, names: DecoderNames) -> LayerParts:
         down=getattr(half, names.down),
         down_norm=getattr(half, names.down_norm) if names.down_norm else None,
         curve=curve,
+        limited=limited_gate(half),
     )
 
 
@@ -523,20 +559,38 @@ def source_of_keys(attention: Any, config: Any) -> int | None:
     return max(i for i, kind in enumerate(own) if kind == kinds[attention.layer_idx])
 
 
-def is_turned(attention: Any, names: DecoderNames) -> bool:
+def is_turned(attention: Any, names: DecoderNames, config: Any) -> bool:
     """True if a layer rotates queries and keys."""
+    if names.rotaries:
+        return rotation_base(attention, config) != 0
     if names.unturned == "is_sliding" and attention.sliding_window is None:  # no layer has a window
         return True
+    settings = getattr(config, "rope_parameters", None) or {}
+    if settings.get(layer_kind(attention, config), ...) is None:
+        return False
+    if getattr(attention, "force_rope", False):  # Cohere 2 MoE's first layers
+        return True
     return not names.unturned or bool(getattr(attention, names.unturned))
+
+
+def rotation_base(attention: Any, config: Any) -> float:
+    """The base of the frequencies of a layer's angles, where each layer has its own; 0: it has none."""
+    return float(config.layer_rope_theta[attention.layer_idx])
 
 
 def rotation_kind(attention: Any, config: Any) -> str | None:
     """The kind of a layer's angles, where its base makes some for each type of layers; None: all have the same."""
     settings = getattr(config, "rope_parameters", None) or {}
-    kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
+    kind = layer_kind(attention, config)
+    return kind if isinstance(settings.get(kind), dict) else None
+
+
+def layer_kind(attention: Any, config: Any) -> str | None:
+    """The type of a layer; None: its configuration names none."""
+    kind: str | None = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
     if kind is None and (kinds := getattr(config, "layer_types", None)):
         kind = kinds[attention.layer_idx]
-    return kind if isinstance(settings.get(kind), dict) else None
+    return kind
 
 
 def named(module: Any, names: tuple[str | None, str | None]) -> tuple[Any, Any]:
@@ -586,11 +640,14 @@ def decoder_structure(names: DecoderNames) -> Structure:
         LLAMA_LIKE,
         layers=of_decoder(names),
         final_norm=lambda base: getattr(base, names.final_norm),
+        words=names.words,
         norm=names.embedding_norm or None,
         embedding_scale=lambda base, dtype: embedding_scale(base, names, dtype),
         query_scales=query_scales if names.scales_queries else None,
-        unturned_scales=unturned_scales if names.scales_unturned else None,
+        unturned_scales=UNTURNED_SCALES[names.scales_unturned] if names.scales_unturned else None,
         layer_inputs=names.layer_inputs,
+        depth_scaled=names.depth_scaled,
+        rotary=names.rotaries or LLAMA_LIKE.rotary,
     )
 
 
@@ -602,14 +659,26 @@ def query_scales(base: Any, num_positions: int) -> Tensor:
     return scales
 
 
-def unturned_scales(base: Any, num_positions: int) -> Tensor:
-    """The factors of queries by position in layers without rotation, as Llama 4 has them: float32 [P]."""
+def beam_scales(base: Any, num_positions: int) -> Tensor:
+    """The factors [P] of Beam's queries in layers without rotation."""
+    return torch.exp(0.1 * torch.log1p((torch.arange(num_positions) + 1.0) / 2048))
+
+
+def llama4_scales(base: Any, num_positions: int) -> Tensor:
+    """The factors [P] of Llama 4's queries in layers without rotation."""
     config = base.config
     if not config.attn_temperature_tuning:
         return torch.ones(num_positions)
     stretches = torch.floor((torch.arange(num_positions) + 1.0) / config.floor_scale)
     scales: Tensor = torch.log1p(stretches) * config.attn_scale + 1.0
     return scales
+
+
+UNTURNED_SCALES = {
+    "beam": UnturnedScales(beam_scales, by_place=False),
+    "llama4": UnturnedScales(llama4_scales, by_place=True),
+}
+"""By `DecoderNames.scales_unturned`."""
 
 
 def embedding_scale(base: Any, names: DecoderNames, dtype: torch.dtype) -> float:
@@ -631,12 +700,13 @@ def structure_of(base: Any) -> Structure:
     model_type = base.config.model_type
     names = DECODERS.get(model_type, LLAMA)
     parts = {name for name, child in base.named_children() if type(child) is not nn.Dropout}
+    parts -= {"embed_tokens_extend", names.rotaries}  # Phi-4's, of pictures and sounds
     if parts >= set(names.layer_inputs):
         parts -= set(names.layer_inputs)
     else:
         names = replace(names, layer_inputs=())
     require(
-        parts == {"embed_tokens", "layers", names.final_norm, "rotary_emb"},
+        parts == {names.words.partition(".")[0], "layers", names.final_norm, "rotary_emb"},
         f"the base has {', '.join(sorted(parts))}",
     )
     require(model_type not in OTHER_ARITHMETIC, "its layers are Llama's, and compute something else")

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.wire.items import Media
-from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
+from pagewire.ipc.wire.worker_messages import Encode, Row, SlotInit, StepPlan
 from pagewire.workers.batch.flat_batch import Laid
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.errors import first_line
+from pagewire.workers.media.slices import SlicedPass
 from pagewire.workers.media.tower import EncodedMedium, Tower
 from pagewire.workers.step.context import Axes, Overlay
 
@@ -44,8 +45,16 @@ class MediaEntries:
     def __init__(self, tower: Tower, slots: Slots) -> None:
         self.tower, self._slots = tower, slots
         self._entries: dict[int, tuple[int, EncodedMedium]] = {}
+        self._passes: dict[
+            int, SlicedPass[EncodedMedium]
+        ] = {}  # that have stopped; the core begins one at a time
         self._positions: dict[int, SequencePositions] = {}
         self._unplaced: dict[int, str] = {}  # errors, by slot
+
+    @property
+    def num_layers(self) -> int:
+        """Layers between which a pass of the encoder can stop; 0: it runs in one piece."""
+        return self.tower.gate.num_layers
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +63,8 @@ class MediaEntries:
 
     def clear(self) -> None:
         """Drop all."""
-        self._entries.clear()
+        for entry in (*self._entries, *self._passes):
+            self._let_go(entry)
         self._positions.clear()
         self._unplaced.clear()
 
@@ -64,16 +74,39 @@ class MediaEntries:
         for slot in plan.freed_slots:
             self._positions.pop(slot, None)
         for entry in plan.freed_entries:
-            self._entries.pop(entry, None)
+            self._let_go(entry)
         for init in plan.inits:
             self._place(init)
         if self.tower.module is None:
             return
         for encode in plan.encodes:
-            made = self.tower.encode(encode.kind, encode.features)
+            if encode.features:
+                self._let_go(encode.entry)
+            elif encode.entry in self._entries:  # its pass has failed before its end
+                continue
+            made = self._advance(encode)
+            if made is None:
+                continue
             if made.error and self.tower.is_part:  # the stage that answers for rows does not know
                 raise RuntimeError(made.error)
             self._entries[encode.entry] = self.tower.place_ids[encode.kind], made
+
+    def _advance(self, encode: Encode) -> EncodedMedium | None:
+        """Run a pass, or a slice of it; returns what it has made, or None if it is not at its end."""
+        if encode.features:
+            if not encode.until:
+                return self.tower.encode(encode.kind, encode.features)
+            self._passes[encode.entry] = self.tower.sliced(encode.kind, encode.features)
+        made = self._passes[encode.entry].advance(encode.until)
+        if made is not None:
+            del self._passes[encode.entry]
+        return made
+
+    def _let_go(self, entry: int) -> None:
+        """Drop an entry, or the pass that has stopped on the way to it."""
+        self._entries.pop(entry, None)
+        if (begun := self._passes.pop(entry, None)) is not None:
+            begun.abandon()
 
     def moves(self, slot: int) -> bool:
         """True if media change the positions of a slot's tokens, also of those behind them."""

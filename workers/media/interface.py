@@ -17,6 +17,10 @@ class WorkerMedia(Protocol):
     are_taken: bool
     """False if no row can have any."""
 
+    @property
+    def num_layers(self) -> int:
+        """Layers between which a pass of the encoder can stop; 0: it runs in one piece."""
+
     def apply(self, plan: StepPlan) -> None:
         """Take in what a plan frees, assigns and encodes; `Slots.apply` comes first."""
 
@@ -37,6 +41,7 @@ class NoMedia:
     """Stands in for media where none are taken; methods as in `WorkerMedia`."""
 
     are_taken = False
+    num_layers = 0
 
     def apply(self, plan: StepPlan) -> None:
         """Nothing to do."""

@@ -21,6 +21,7 @@ from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.media.encoders import ENCODERS
+from pagewire.workers.media.slices import LayerGate, SlicedPass, cut_layers
 from pagewire.workers.module.configuration import layer_windows, load_config, resolve_dtype
 from pagewire.workers.module.text_base import base_path
 from pagewire.workers.network.build_module import build_module
@@ -51,7 +52,7 @@ class Tower:
 
     module: the wrapper, filled but for its layers for text; None: this rank is on a later stage, and only counts
     positions. place_ids: by kind, the token whose place takes an embedding. axes: see `axes_of`; None: tokens have
-    one position. is_part: the model is divided into stages.
+    one position. is_part: the model is divided into stages. gate: stands before the layers.
     """
 
     family: MediaFamily
@@ -63,7 +64,12 @@ class Tower:
     axes: Tensor | None = None
     num_bytes: int = 0
     is_part: bool = False
+    gate: LayerGate = field(default_factory=lambda: LayerGate([]))
     _accepts: dict[str, set[str]] = field(default_factory=dict, init=False)
+
+    def sliced(self, kind: str, features: Mapping[str, PlainTensor]) -> SlicedPass[EncodedMedium]:
+        """A pass over a medium that runs in slices; it makes what `encode` makes."""
+        return SlicedPass(partial(self.encode, kind, features), self.gate, self.device)
 
     @torch.inference_mode()
     def encode(self, kind: str, features: Mapping[str, PlainTensor]) -> EncodedMedium:
@@ -147,6 +153,7 @@ def load_tower(config: WorkerConfig, device: Device) -> Tower | None:
         axes,
         num_bytes_of(wrapper, layers) if is_first else 0,
         config.parallel.stages > 1,
+        cut_layers(wrapper),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.replaced_methods import own_slopes, paged
+from pagewire.workers.module.replaced_methods import alibi_slopes, paged
 from pagewire.workers.step.context import is_in_step
 
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         if len(query) != 1:
             raise LoadError("it runs attention over several batches at once")
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        slopes = own_slopes(self, query.shape[1], query.device) if self.alibi else None
+        slopes = alibi_slopes(query.shape[1], query.device) if self.alibi else None
         if is_in_step():
             mixed = paged(self.layer_idx, query, key, value, scale, self.window, slopes, self.softcap)
         else:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pagewire.ipc.counts import check_counts
-from pagewire.ipc.files.hub import read_configs, read_foreign, read_json
+from pagewire.ipc.files.hub import read_json
+from pagewire.ipc.files.model_configs import read_configs, read_foreign
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.models import architectures
 from pagewire.ipc.models.registrations import model_path
@@ -241,6 +243,11 @@ def layer_configs(config: Any) -> Sequence[Any]:
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
         return text.per_layer_config  # type: ignore[no-any-return]
+    if heads := getattr(text, "num_attention_heads_per_layer", None):  # Laguna's
+        own = {count: copy(text) for count in set(heads)}
+        for count, settings in own.items():
+            settings.num_attention_heads = count
+        return [own[count] for count in heads]
     return [text] * num_decoder_layers(config)
 
 

@@ -6,6 +6,7 @@ results are those of the module, on random input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.data.joining import with_rounded_rows
-from pagewire.kernels.data.layer import OF_EACH, Activation, Experts
+from pagewire.kernels.data.layer import OF_EACH, Activation, Experts, LimitedGate
 from pagewire.kernels.data.weight import UnpackedLinear, Weight, dense_weight
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.linear import Linear
@@ -70,7 +71,9 @@ def grouped_experts(module: Any, weights: Weights, device: torch.device) -> Grou
         return blocks_of_experts(module, weights, device)
     up, down = (expert_linears(module, name, weights, device) for name in (up_name(module), "down_proj"))
     between = module._apply_gate if module.has_gate else module.act_fn
-    activation = activation_of(between, up[0].out_features, gated=module.has_gate)
+    activation = activation_of(
+        between, up[0].out_features, gated=module.has_gate, limited=limited_gate(module)
+    )
     grouped = proven(Experts(up, down, activation, gated=module.has_gate), device, between)
     if not has_post_expert_norm(module):
         return grouped
@@ -135,14 +138,33 @@ def expert_linears(module: Any, name: str, weights: Weights, device: torch.devic
     return linears
 
 
-def activation_of(between: Callable[[Tensor], Tensor], size: int, *, gated: bool) -> Activation | None:
+def limited_gate(module: Any) -> LimitedGate | None:
+    """The gate with limits of a module with an attribute for them, 0 or infinity of which is none; else None."""
+    limit = getattr(module, "swiglu_limit", getattr(module, "limit", None))
+    if not isinstance(limit, int | float) or not 0 < limit < math.inf:
+        return None
+    return LimitedGate(float(limit), getattr(module, "swiglu_alpha", None))
+
+
+def has_limits(experts: Any) -> bool:
+    """True if what is between the products of experts is their gate with limits; no weights are read."""
+    limited, size = limited_gate(experts), 32
+    if limited is None or not experts.has_gate:
+        return False
+    return activation_of(experts._apply_gate, size, gated=True, limited=limited) == limited
+
+
+def activation_of(
+    between: Callable[[Tensor], Tensor], size: int, *, gated: bool, limited: LimitedGate | None = None
+) -> Activation | LimitedGate | None:
     """The activation that a function of rows [R, size] computes; None if the kernels have none like it.
 
-    gated: a row has gates, and what they open.
+    gated: a row has gates, and what they open. limited: another one that is tried.
     """
     x = torch.randn(16, size, generator=torch.Generator().manual_seed(0))
-    own = activate_and_mul if gated else activate_each
-    for activation in tuple(Activation) if gated else OF_EACH:
+    own: Callable[..., Tensor] = activate_and_mul if gated else activate_each
+    tried: list[Activation | LimitedGate] = [*(Activation if gated else OF_EACH)]
+    for activation in tried if limited is None else [*tried, limited]:
         # Of a nearly closed gate all digits may be lost; what remains is of the size of input squared.
         if all(
             torch.allclose(

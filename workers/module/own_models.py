@@ -80,7 +80,8 @@ class JaisAttention(nn.Module):
         size = config.hidden_size
         self.num_heads, self.layer_idx = config.num_attention_heads, layer_idx
         self.head_dim = size // config.num_attention_heads
-        self.attention = Attention(layer_idx, config.attention_scale, alibi=True)
+        self.scaling = config.attention_scale
+        self.attention = Attention(layer_idx, self.scaling, alibi=True)
         self.c_attn, self.c_proj = Conv1D(3 * size, size), Conv1D(size, size)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

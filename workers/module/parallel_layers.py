@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from pagewire.kernels.data.weight import Linear
-from pagewire.workers.module.attention_layer import Attention
-from pagewire.workers.module.shards import Cut, Shards, head_size
+from pagewire.workers.module.shards import Shards, head_size
+from pagewire.workers.ranks.cut import Cut
 from pagewire.workers.ranks.interface import Collective
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
@@ -63,19 +63,6 @@ class GatheredLinear:
         return whole if out.shape[-1] == num_own else torch.cat([whole, out[..., num_own:]], -1)
 
 
-class GatheredNorm(nn.Module):
-    """A norm over what is divided over the ranks: each gets its part of the whole result."""
-
-    def __init__(self, norm: nn.Module, gather: Gather) -> None:
-        super().__init__()
-        self.norm, self._gather = norm, gather
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., n] of this rank to the same places of the norm."""
-        own = self._gather.own
-        return self.norm(self._gather(x))[..., own.start : own.stop]  # type: ignore[no-any-return]
-
-
 class DividedEmbedding(nn.Module):
     """An embedding whose rows are divided over the ranks; each looks up the tokens of its own rows.
 
@@ -114,7 +101,7 @@ def divided_embedding(module: Any, rows: Tensor, cut: Cut, collective: Collectiv
 
 
 def fit_modules(base: nn.Module, prefix: str, shards: Shards) -> None:
-    """Make a base model's modules compute with this rank's part: numbers of heads, norms over what is divided.
+    """Make modules that run as halves of layers, or predict tokens ahead, compute with this rank's part.
 
     Their attention implementation must be set before, since they get configurations of their own.
 
@@ -124,25 +111,12 @@ def fit_modules(base: nn.Module, prefix: str, shards: Shards) -> None:
         attention: Any = base.get_submodule(name.removeprefix(f"{prefix}."))
         query, kv = heads.share(shards.collective.rank, shards.collective.size)
         _fit_attention(attention, heads.num, len(query), heads.num_kv, len(kv))
-        # For what depends on the head. A module of the family's own may leave it to an `Attention` within.
-        for layer in (attention, *(child for child in attention.children() if isinstance(child, Attention))):
-            layer.all_heads, layer.first_head = heads.num, query.start
     rank = shards.collective.rank
     for name, cuts in shards.mixers.items():
         mixer: Any = base.get_submodule(name.removeprefix(f"{prefix}."))
         vars(mixer).update(cuts.sizes[rank])
         if cuts.normed is not None:
             mixer.gather = Gather([span for (span,) in cuts.normed], shards.collective)
-    for name, cut in shards.gathered.items():
-        parent, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
-        owner = base.get_submodule(parent)
-        module: Any = getattr(owner, leaf)
-        if isinstance(module, nn.ModuleList):
-            (own,) = cut.own
-            part: nn.Module = module[own.start : own.stop]
-        else:
-            part = GatheredNorm(module, Gather(cut.places, shards.collective))
-        setattr(owner, leaf, part)
 
 
 def _fit_attention(attention: Any, num: int, own_num: int, num_kv: int, own_kv: int) -> None:

@@ -49,6 +49,10 @@ NORMED_ATTENTION = ATTENTION | {
 }
 NORMS_BY_HEAD = {"layers.*.self_attn.q_norm": "colwise", "layers.*.self_attn.k_norm": "colwise"}
 SHARED_EXPERTS = _gated("layers.*.mlp.shared_experts")
+SHARED_MLP = {
+    "layers.*.shared_mlp.input_linear": "packed_colwise",
+    "layers.*.shared_mlp.output_linear": "rowwise",
+}
 
 LFM2 = _linears(
     "layers.*.self_attn", ("q_proj", "k_proj", "v_proj", "g_proj"), ("o_proj", "out_proj")
@@ -72,6 +76,7 @@ TABLE: dict[str, Plan] = {
     | {"layers.*.self_attn.gate_proj": "colwise"}
     | _gated("layers.*.mlp")
     | SHARED_EXPERTS,
+    "axk1": LATENT_ATTENTION,
     "bamba": ATTENTION | _gated("layers.*.feed_forward"),
     "biogpt": _linears("layers.*.self_attn", ("q_proj", "k_proj", "v_proj"), ("out_proj",))
     | _linears("layers.*", ("fc1",), ("fc2",)),
@@ -81,6 +86,7 @@ TABLE: dict[str, Plan] = {
     "bloom": _linears("h.*.self_attention", ("query_key_value",), ("dense",))
     | _linears("h.*.mlp", ("dense_h_to_4h",), ("dense_4h_to_h",)),
     "cohere": NORMS_BY_HEAD,
+    "cohere2_moe": SHARED_EXPERTS,
     "ctrl": _linears("h.*.multi_head_attention", ("Wq", "Wk", "Wv"), ("dense",))
     | _linears("h.*.ffn", ("0",), ("2",)),
     "deepseek_v3": LATENT_ATTENTION,
@@ -100,10 +106,9 @@ TABLE: dict[str, Plan] = {
     | _linears("h.*.mlp", ("fc_in",), ("fc_out",)),
     "gpt_oss": ATTENTION | {"layers.*.self_attn.sinks": "colwise"} | _packed("layers.*.mlp.experts"),
     "granitemoe": ATTENTION,
-    "granitemoeshared": ATTENTION
-    | {"layers.*.shared_mlp.input_linear": "packed_colwise", "layers.*.shared_mlp.output_linear": "rowwise"},
-    "granitemoehybrid": ATTENTION
-    | {"layers.*.shared_mlp.input_linear": "packed_colwise", "layers.*.shared_mlp.output_linear": "rowwise"},
+    "granitemoe_swa": SHARED_MLP,
+    "granitemoehybrid": ATTENTION | SHARED_MLP,
+    "granitemoeshared": ATTENTION | SHARED_MLP,
     "hunyuan_v1_dense": ATTENTION | _gated("layers.*.mlp"),
     "hunyuan_v1_moe": ATTENTION | _gated("layers.*.mlp.shared_mlp"),
     "jais": {"h.*.attn.c_attn": "qkv_colwise", "h.*.attn.c_proj": "rowwise"}
@@ -116,6 +121,9 @@ TABLE: dict[str, Plan] = {
         "layers.*.feed_forward.experts.down_proj": "rowwise",
     },
     "minimax_m2": NORMED_ATTENTION,
+    "minimax_m3_vl_text": ATTENTION | _packed("layers.*.mlp") | _packed("layers.*.mlp.shared_experts"),
+    "modernbert-decoder": _linears("layers.*.attn", ("q_proj", "k_proj", "v_proj"), ("Wo",))
+    | {"layers.*.mlp.Wi": "packed_colwise", "layers.*.mlp.Wo": "rowwise"},
     "mpt": {"blocks.*.attn.Wqkv": "qkv_colwise", "blocks.*.attn.out_proj": "rowwise"}
     | _linears("blocks.*.ffn", ("up_proj",), ("down_proj",)),
     "nemotron_h": _linears(
@@ -139,6 +147,7 @@ TABLE: dict[str, Plan] = {
     "stablelm": ATTENTION
     | _gated("layers.*.mlp")
     | {"layers.*.self_attn.q_layernorm.norms": "colwise", "layers.*.self_attn.k_layernorm.norms": "colwise"},
+    "step3p5": ATTENTION | {"layers.*.self_attn.g_proj": "colwise"} | _gated("layers.*.mlp") | SHARED_EXPERTS,
     "youtu": LATENT_ATTENTION,
 }
 """By model type: families without a plan, and what plans leave to every rank as a whole."""
@@ -146,8 +155,6 @@ TABLE: dict[str, Plan] = {
 UNDIVIDED = {
     "codegen": "its queries, values and keys lie in four blocks, which its module takes apart by their number",
     "dbrx": "the experts of a layer are one matrix, of which every rank would have the whole",
-    "diffllama": "a head and its partner in the other half would be on different ranks",
-    "doge": "the bias of a key of one head depends on the values of all heads",
 }
 """By model type: why a family cannot be divided."""
 

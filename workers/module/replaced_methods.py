@@ -37,12 +37,6 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     return slopes if n == num_heads else torch.cat([slopes[1::2], slopes[::2]])[:num_heads]
 
 
-def own_slopes(module: Any, num_heads: int, device: torch.device) -> Tensor:
-    """The slopes float32 [num_heads] of the heads that this rank has of an attention module."""
-    first = getattr(module, "first_head", 0)
-    return alibi_slopes(getattr(module, "all_heads", num_heads), device)[first : first + num_heads]
-
-
 def replace_methods(causal: Any) -> None:
     """Replace the methods of a module and of those within it that `METHODS` has."""
     needs_no_mask = False
@@ -55,7 +49,7 @@ def replace_methods(causal: Any) -> None:
                 module.layer_idx = module.layer_id  # the name that all others have
             setattr(module, name, MethodType(in_steps(getattr(type(module), name), ours), module))
             needs_no_mask |= type(module).__name__ in WITH_MASK
-        if type(module).__name__ == "Llama4TextExperts":
+        if type(module).__name__ in SELECTABLE:
             _make_selectable(module, causal.config.get_text_config())
         elif type(module).__name__ == "FalconLinear":
             module.__class__ = nn.Linear  # which rounds once where the other one rounds twice
@@ -76,10 +70,12 @@ def share_blocks(causal: Any) -> None:
 
 
 def _make_selectable(experts: Any, config: Any) -> None:
-    """Give Llama 4's experts the fields of those whose implementation transformers selects by name."""
-    experts.config, experts.has_gate, experts.is_transposed = config, True, True
+    """Give experts of `SELECTABLE` the fields of those whose implementation transformers selects by name."""
+    experts.config, experts.has_gate = config, True
+    experts.is_transposed = SELECTABLE[type(experts).__name__]
     experts.has_bias = experts.has_post_expert_norm = False
-    experts._apply_gate = MethodType(_gated, experts)
+    if not hasattr(type(experts), "_apply_gate"):
+        experts._apply_gate = MethodType(_gated, experts)
 
 
 def _gated(experts: Any, both: Tensor) -> Tensor:
@@ -132,7 +128,7 @@ def _gpt_neo(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) ->
 
 def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     query, key, value = module._reshape(module.query_key_value(hidden_states))
-    slopes = own_slopes(module, module.num_heads, hidden_states.device)
+    slopes = alibi_slopes(module.num_heads, hidden_states.device)
     mixed = paged(module.layer_idx, query, key, value, module.inv_norm_factor, alibi=slopes)
     return residual + module.dense(mixed.flatten(2)), None
 
@@ -142,7 +138,7 @@ def _mpt(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor
     if module.clip_qkv:
         joined = joined.clamp(-module.clip_qkv, module.clip_qkv)
     query, key, value = (heads_first(part, module.n_heads) for part in joined.chunk(3, -1))
-    slopes = own_slopes(module, module.n_heads, hidden_states.device)
+    slopes = alibi_slopes(module.n_heads, hidden_states.device)
     mixed = paged(module.layer_idx, query, key, value, module.softmax_scale, alibi=slopes)
     return module.out_proj(mixed.flatten(2)), None
 
@@ -161,7 +157,7 @@ def _falcon(
 
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     else:
-        slopes = own_slopes(module, module.num_heads, hidden_states.device) * module.inv_norm_factor
+        slopes = alibi_slopes(module.num_heads, hidden_states.device) * module.inv_norm_factor
     mixed = paged(module.layer_idx, query, key, value, module.inv_norm_factor, alibi=slopes)
     return module.dense(mixed.flatten(2)), None
 
@@ -258,8 +254,8 @@ def _llama4_mixture(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]
     return out, logits
 
 
-def _llama4_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Of Llama 4, as transformers runs the experts of other families."""
+def _selected_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Of `SELECTABLE`, as transformers runs the experts of other families."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     run = ALL_EXPERTS_FUNCTIONS[module.config._experts_implementation]
@@ -306,6 +302,8 @@ WITH_MASK = {
     *("GPTJAttention", "GPTNeoSelfAttention", "Llama4TextAttention", "PhimoeAttention"),
 }
 """Classes of modules whose families make masks, unless their attention is of another name."""
+SELECTABLE = {"Llama4TextExperts": True, "Step3p7Experts": False}
+"""Classes of experts that lack transformers' decorator, and whether their matrices lie transposed."""
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "AXK2Attention": ("forward", _without_mask),
     "AXK2Indexer": ("forward", _indexer(HALVES)),
@@ -326,12 +324,13 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "HYV4Attention": ("forward", _without_mask),
     "HYV4Indexer": ("forward", _indexer(HALVES, at_end=True)),
     "Llama4TextAttention": ("forward", _llama4),
-    "Llama4TextExperts": ("forward", _llama4_experts),
+    "Llama4TextExperts": ("forward", _selected_experts),
     "Llama4TextMoe": ("forward", _llama4_mixture),
     "MistralLarge4TextAttention": ("forward", _without_mask),
     "MistralLarge4TextIndexer": ("forward", _mistral_indexer),
     "MptAttention": ("forward", _mpt),
     "PhimoeAttention": ("forward", _phimoe),
+    "Step3p7Experts": ("forward", _selected_experts),
     "Zamba2Attention": ("forward", _zamba_attention),
     "ZambaAttention": ("forward", _zamba_attention),
     **recurrences.METHODS,

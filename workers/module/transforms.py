@@ -24,8 +24,8 @@ from pagewire.workers.module.parallel_layers import (
     divided_embedding,
 )
 from pagewire.workers.module.products import packed
-from pagewire.workers.module.shards import Axis
 from pagewire.workers.module.weights import Weights
+from pagewire.workers.ranks.cut import Axis
 from pagewire.workers.step.context import step_axes
 from pagewire.workers.versions import rotary_positions
 
@@ -63,6 +63,7 @@ def pack_joined(
     device: torch.device,
     order: Tensor | None = None,
     factors: Mapping[Any, float | Tensor] | None = None,
+    own_biases: Mapping[Any, Tensor] | None = None,
 ) -> Linear:
     """One linear layer on a device in place of several with the same input; a bias that one lacks is 0.
 
@@ -70,10 +71,12 @@ def pack_joined(
     they stay as they are.
     factors: what some of the layers, whose weights are dense, give is multiplied by these, which may be [N]. Their
     products are rounded once more.
+    own_biases: [N] of layers that have none themselves.
 
     Where weights are divided over several ranks, it is this rank's part: its outputs, or the sum over the ranks.
     """
-    biases = [weights.part(linear, "bias") for linear in linears]
+    given = own_biases or {}
+    biases = [given.get(linear, weights.part(linear, "bias")) for linear in linears]
     matrices = [weights.matrix(linear) for linear in linears]
     for place, linear in enumerate(linears):
         if factors and (factor := factors.get(linear)) is not None:

@@ -32,7 +32,9 @@ from pagewire.workers.module.matrices import (
     is_stack,
     is_transposed,
 )
-from pagewire.workers.module.shards import Cut, Shards, own_part
+from pagewire.workers.module.parallel_layers import Gather
+from pagewire.workers.module.shards import Shards, own_part
+from pagewire.workers.ranks.cut import Cut
 
 Quantise = Callable[[str, Weight], Weight]
 """A function of a matrix's name (of its module, or of a stack) and the matrix to what is packed in its place."""
@@ -113,6 +115,12 @@ class Weights:
         if shards is None or owner is None:
             return None
         return heads[owner].share(shards.collective.rank, shards.collective.size)
+
+    def gather(self, norm: nn.Module) -> Gather | None:
+        """What puts the inputs of a norm together that is over those of all ranks; None: a rank has all."""
+        shards = self.shards
+        cut = None if shards is None else shards.gathered.get(self._names[norm])
+        return None if shards is None or cut is None else Gather(cut.places, shards.collective)
 
     def matrix(self, module: nn.Module) -> Weight:
         """The weight of a linear layer or an embedding as a matrix [N, K], as it is to be packed."""

@@ -22,12 +22,14 @@ from pagewire.kernels.data.layer import (
     Norm,
 )
 from pagewire.kernels.data.paging import LogitTerms
+from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.errors import first_line
 from pagewire.workers.families.encoder_structures import TABLES, encoder_structure
 from pagewire.workers.families.gpt_structures import GPT_STRUCTURES
 from pagewire.workers.families.structures import (
+    Factors,
     LayerParts,
     OtherStructureError,
     Structure,
@@ -40,8 +42,8 @@ from pagewire.workers.module.replaced_methods import alibi_slopes
 from pagewire.workers.module.transforms import RotaryTable, embedding
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build_layer import LayerBuilder
-from pagewire.workers.network.hybrids import HYBRIDS
-from pagewire.workers.network.network import Embeddings, KVPlace, Network
+from pagewire.workers.network.hybrids import HYBRIDS, mixer_linears, mixer_orders
+from pagewire.workers.network.network import Embeddings, KVPlace, ModuleRows, Network
 from pagewire.workers.network.parts import layer_inputs_of, own_factor, scaled_by
 from pagewire.workers.ranks.stages import Stage
 
@@ -90,6 +92,9 @@ def _builder(base: Any, weights: Weights, device: torch.device, *, encodes: bool
 
 
 def _decoder_structure(base: Any) -> Structure:
+    own: Structure | None = getattr(base, "pagewire_structure", None)
+    if own is not None:  # a class of one's own (docs/own_models.md)
+        return own
     model_type = base.config.model_type
     if model_type in HYBRIDS:
         return HYBRIDS[model_type].structure(base)
@@ -124,14 +129,14 @@ class _NetworkBuilder:
         turned = [part.kind for part in attending if part.turned]
         kinds = list(dict.fromkeys(turned)) if has_angles else []
         terms = self._logit_terms(parts)
-        packed = norm_pairs(parts, [self.layer.norm(norm) for norm in norms])
+        number = 2 * (parts[0].index if structure.depth_scaled else 0) + 1
+        made = [self._norm_of_sum(norm, number + i) for i, norm in enumerate((first, *norms))]
+        packed = norm_pairs(parts, made[1:])
         layers = [
             self.layer.of(part, packed[i], activation, kinds, terms[i], rotary)
             for i, part in enumerate(parts)
         ]
-        # ModernBERT's first layer has no norm of its own: its input is normed already.
-        input_norm = None if isinstance(first, nn.Identity) else self.layer.norm(first)
-        stack = Stack(input_norm, layers, norm_first=structure.final_norm is not None)
+        stack = Stack(made[0], layers, norm_first=structure.final_norm is not None)
         places = [
             KVPlace(part.index, _shape_of(part, layer, layers), part.window or part.chunk)
             if part.attends
@@ -146,9 +151,8 @@ class _NetworkBuilder:
             places,
             self._modules(parts, layers),
             is_last,
-            words_name=structure.words if structure.causal else "",
-            qkv_order=self.layer.order(parts[0]),
-            by_place=structure.unturned_scales is not None,
+            words_name=structure.words if structure.causal else f"embeddings.{structure.words}",
+            by_place=structure.unturned_scales is not None and structure.unturned_scales.by_place,
             layer_inputs=layer_inputs_of(base, structure, self.weights, self.device),
             why=next((part.why for part in parts if part.halves), ""),
         )
@@ -157,23 +161,25 @@ class _NetworkBuilder:
         """The parts of the layers, or of those of a stage."""
         base, structure, rotary = self.base, self.structure, self._rotary
         has_rotary = structure.causal and structure.rotary is not None
-        require(isinstance(rotary, RotaryTable) or (rotary is None and not has_rotary))
+        tables = rotary if isinstance(rotary, nn.ModuleList) else [rotary]
+        is_whole = all(isinstance(table, RotaryTable) for table in tables)
+        require(is_whole or (rotary is None and not has_rotary))
         require(getattr(base, "embeddings_project", None) is None)  # Electra's, if its embeddings are small
         parts = list(structure.layers(base, None if stage is None else stage.layers))
         attending = [part for part in parts if part.attends]
         require(len({(part.blocks, part.heads) for part in attending if part.blocks}) < 2)
         heads = [self.layer.heads(part) for part in attending]
         require(len(parts) > 0 and all(keys == values for _, keys, values in heads))
-        # Kernels of GPUs attend to values of the size of keys, and modules fill theirs with zeros.
-        has_sizes = self.device.type == "cpu" or all(part.value_dim is None for part in parts)
-        require(
-            has_sizes,
-            "its heads of values have another size than those of keys, for which a GPU has no kernel",
-        )
-        halves = [half for part in parts for half in part.halves]
-        # Nobody has seen whether they can be recorded on a GPU.
-        require(not halves or self.device.type == "cpu")
+        has_sizes = self.device.type == "cpu" or all((p.value_dim or 0) <= p.head_dim for p in parts)
+        require(has_sizes, "its heads of values are larger than those of keys, for which a GPU has no kernel")
         return parts
+
+    def _norm_of_sum(self, module: Any, number: int) -> Norm | LayerNorm | None:
+        """A norm of the sum of this number, from 1 on; see `DecoderNames.depth_scaled`."""
+        # ModernBERT's first layer has no norm of its own: its input is normed already.
+        norm = None if isinstance(module, nn.Identity) else self.layer.norm(module)
+        is_scaled = self.structure.depth_scaled and norm is not None
+        return replace(norm, eps=norm.eps * number) if is_scaled and norm is not None else norm
 
     @property
     def _rotary(self) -> Any:
@@ -249,7 +255,7 @@ class _NetworkBuilder:
             return []
         rotary.to(self.device)
         like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)
-        tables = (rotary.table(like, *([] if kind is None else [kind])) for kind in kinds)
+        tables = (table_of(rotary, kind, like) for kind in kinds)
         found = [cosines_and_sines(table, dtype) for table in tables]
         if form.turned_back:
             found = [(cos, -sin) for cos, sin in found]
@@ -263,27 +269,42 @@ class _NetworkBuilder:
 
     def _modules(
         self, parts: Sequence[LayerParts], layers: Sequence[Layer]
-    ) -> list[dict[str, dict[str, int]]]:
+    ) -> list[dict[str, dict[str, ModuleRows]]]:
         """See `Network.modules`."""
         names = {id(module): name for name, module in self.base.named_modules()}
-
-        def sizes(modules: Sequence[Any], total: int) -> dict[str, int]:
-            own = [names[id(module)] for module in modules]
-            rows = [total] if len(modules) == 1 else [self.weights.num_rows(module) for module in modules]
-            return dict(zip(own, rows, strict=True))
-
         found = []
         for part, layer in zip(parts, layers, strict=True):
-            linears = layer.linears()
-            own = {
-                field: sizes(modules, linears[field].out_features)
-                for field, modules in part.linears().items()
-                if field in linears and modules
-            }
+            linears, orders = layer.linears(), {"qkv": self.layer.order(part)} | mixer_orders(part)
+            own = {}
+            for field, modules in (part.linears() | mixer_linears(part)).items():
+                if field in linears and modules:
+                    rows = self._rows(
+                        modules, linears[field].out_features, orders.get(field), part.factors or {}
+                    )
+                    own[field] = {names[id(m)]: of_module for m, of_module in zip(modules, rows, strict=True)}
             if layer.mixture is not None:
-                own["experts"] = sizes([part.mixture.experts], len(layer.mixture.experts.up))
+                experts = names[id(part.mixture.experts)]
+                own["experts"] = {experts: ModuleRows(len(layer.mixture.experts.up))}
             found.append(own)
         return found
+
+    def _rows(
+        self, modules: Sequence[Any], total: int, order: Tensor | None, factors: Factors
+    ) -> Iterator[ModuleRows]:
+        """The rows of modules in a linear layer of so many outputs. order: of all, which leaves each its place."""
+        first = 0
+        for module in modules:
+            count = total if len(modules) == 1 else self.weights.num_rows(module)
+            own = None if order is None else order[first : first + count] - first
+            if own is not None and torch.equal(own, torch.arange(count)):
+                own = None
+            by = None
+            if module in factors:
+                by = torch.as_tensor(factors[module], dtype=torch.float32).cpu().expand(count)
+                by = by if own is None else by[own]
+            is_scaled = by is not None and bool((by != 1.0).any())
+            yield ModuleRows(count, own, by.contiguous() if by is not None and is_scaled else None)
+            first += count
 
 
 def norm_pairs(
@@ -319,7 +340,19 @@ def kv_shape(layer: Layer) -> KVShape:
         shape = KVShape(layer.num_kv_heads, size, latents.rank, layer.dtype, values_in_keys=True)
         indexer = latents.indexer
         return shape if indexer is None else replace(shape, index_dim=indexer.size, index_dtype=layer.dtype)
-    return KVShape(layer.num_kv_heads, size, layer.value_dim or size, layer.dtype)
+    value_size = layer.value_dim or size
+    if value_size != size and implementation_for(layer.norms[0].weight).latents is not None:
+        value_size = size  # kernels of GPUs attend to values of the size of keys
+    return KVShape(layer.num_kv_heads, size, value_size, layer.dtype)
+
+
+def table_of(rotary: Any, kind: str | None, like: Tensor) -> Any:
+    """What a rotary module gives of one kind, or the one of a list with this base of its frequencies."""
+    if not isinstance(rotary, nn.ModuleList):
+        return rotary.table(like, *([] if kind is None else [kind]))
+    tables: list[Any] = list(rotary)
+    (own,) = (each for each in tables if str(float(each.config.rope_parameters["rope_theta"])) == kind)
+    return own.table(like)
 
 
 def cosines_and_sines(table: Any, dtype: torch.dtype) -> Angles:
@@ -352,7 +385,8 @@ def scaling_tables(
 
     They are those of `tables` times the factors, or one of the factors, for queries that are not turned.
     """
-    scales_of = structure.query_scales or structure.unturned_scales
+    unturned = structure.unturned_scales
+    scales_of = structure.query_scales or (None if unturned is None else unturned.factors)
     if scales_of is None:
         return []
     require(not rotary.short_length, "queries are scaled by positions that have two rows of angles")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,9 +13,11 @@ from torch.nn import functional
 
 from pagewire.kernels.data.layer import (
     Activation,
+    DividedNorm,
     HeadNormForm,
     Layer,
     LayerNorm,
+    LimitedGate,
     Mixture,
     Norm,
     SumTaker,
@@ -70,7 +72,7 @@ class LayerBuilder:
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
         angles = kinds.index(part.kind) if kinds and part.attends and part.turned else None
         mixer, feed_forward = built_halves(part, rotary, self.weights, self.device, dtype)
-        joined = partial(self.joined, factors=part.factors or {})
+        joined = partial(self.joined, factors=part.factors or {}, biases=self._gate_bias(part))
         latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
             qkv=joined(part.qkv, self.order(part)) if part.qkv else None,
@@ -80,7 +82,7 @@ class LayerBuilder:
             up=joined(part.up) if part.up else None,
             down=None if part.down is None else _of_rank(joined([part.down]), ranks),
             output_norm=norms[1],
-            activation=activation if part.curve is None else xielu_of(part.curve, self.weights),
+            activation=self._activation(part, activation),
             gated=part.gated,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -111,8 +113,13 @@ class LayerBuilder:
             beside=self._beside(part, ranks, dtype),
             gated_queries=part.gated_queries,
             head_gates=part.head_gates,
+            softplus_gates=part.softplus_gates,
             feed_forward=feed_forward,
         )
+
+    def _activation(self, part: LayerParts, usual: Activation) -> Activation | LimitedGate | Xielu:
+        """That of a layer's feed-forward half; usual: of halves that have none of their own."""
+        return part.limited or usual if part.curve is None else xielu_of(part.curve, self.weights)
 
     def heads(self, part: LayerParts) -> list[int]:
         """The numbers of this rank's query, key and value heads of a layer."""
@@ -152,9 +159,13 @@ class LayerBuilder:
         return of_dtype(self.structure.norm_of(module, self.weights, self.device), self.base.dtype)
 
     def joined(
-        self, linears: Sequence[Any], order: Tensor | None = None, factors: Factors | None = None
+        self,
+        linears: Sequence[Any],
+        order: Tensor | None = None,
+        factors: Factors | None = None,
+        biases: Mapping[Any, Tensor] | None = None,
     ) -> Linear:
-        """One packed linear layer in place of several with the same input. order, factors: see `pack_joined`."""
+        """One packed linear layer in place of several with the same input. The rest: see `pack_joined`."""
         require(all(map(is_linear, linears)))
         numbers = {
             linear: torch.as_tensor(factor).cpu()
@@ -165,7 +176,12 @@ class LayerBuilder:
         for linear in own:  # scales of integers may have no room for them
             is_dense = self.weights.matrix(linear).scheme is DENSE
             require(is_dense, "what its quantised weights give is multiplied by numbers")
-        return pack_joined(linears, self.weights, self.device, order, own)
+        return pack_joined(linears, self.weights, self.device, order, own, biases)
+
+    def _gate_bias(self, part: LayerParts) -> dict[Any, Tensor]:
+        """The bias of what makes gates, of this rank's heads, by its module."""
+        bias = None if part.gate_bias is None else self.weights.part(*part.gate_bias)
+        return {} if bias is None else {part.qkv[1]: bias.repeat_interleave(part.head_dim)}
 
     def _ranks(self, part: LayerParts) -> Sum | None:
         """What adds up a layer's outputs over the ranks; None where each rank has all of the layer."""
@@ -184,28 +200,43 @@ class LayerBuilder:
         taken, out = self.joined(own.qkv, order_of(own), factors), self.joined([own.out], None, factors)
         return Beside(taken, mixer, _of_rank(out, ranks))
 
-    def _inner_norm(self, module: nn.Module | None) -> Norm | None:
+    def _inner_norm(self, module: nn.Module | None) -> Norm | DividedNorm | None:
         """The norm of what a layer's second product takes, which each rank has a part of."""
-        if module is None:
-            return None
-        require(self.weights.shards is None, "norms of what is divided over ranks are not")
-        return rms_norm_of(module, self.weights, self.device)
+        return (
+            None if module is None else self._divided(module, rms_norm_of(module, self.weights, self.device))
+        )
 
-    def _head_norms(self, part: LayerParts) -> tuple[Norm, Norm] | tuple[LayerNorm, LayerNorm]:
+    def _divided(self, module: nn.Module, norm: Norm) -> Norm | DividedNorm:
+        """A norm over what the ranks have together, if its inputs are divided."""
+        gather = self.weights.gather(module)
+        return norm if gather is None else DividedNorm(norm, gather)
+
+    def _head_norms(
+        self, part: LayerParts
+    ) -> tuple[Norm, Norm] | tuple[LayerNorm, LayerNorm] | tuple[DividedNorm, DividedNorm]:
         assert part.head_norms is not None
         query, key = (self.norm(norm, part.head_dim) for norm in part.head_norms)
+        gathers = [self.weights.gather(norm) for norm in part.head_norms]
         sizes = [part.head_dim] * 2
         if part.head_norm_form is HeadNormForm.TOGETHER:
-            sizes = [part.head_dim * count for count in self.heads(part)[:2]]
-            # Each rank has some of the heads that are normed together.
-            require(self.weights.shards is None, "norms over all heads of a token are not divided over ranks")
+            sizes = [
+                part.head_dim * count if gather is None else gather.size
+                for count, gather in zip(self.heads(part), gathers, strict=False)
+            ]
+        require(
+            [None if norm is None else len(norm.weight) for norm in (query, key)] == sizes,
+            "norms of heads have another size",
+        )
+        first, second = gathers
+        if first is not None and second is not None:
+            assert isinstance(query, Norm) and isinstance(key, Norm), "only RMS norms are over all heads"
+            return DividedNorm(query, first), DividedNorm(key, second)
         if isinstance(query, Norm) and isinstance(key, Norm):
             found: tuple[Norm, Norm] | tuple[LayerNorm, LayerNorm] = query, key
         else:
             assert isinstance(query, LayerNorm) and isinstance(key, LayerNorm), "both are of one kind"
             require(part.head_norm_form is HeadNormForm.EACH, "layer norms of heads that are turned")
             found = query, key
-        require([len(norm.weight) for norm in found] == sizes, "norms of heads have another size")
         return found
 
     def _mixture(
@@ -221,9 +252,6 @@ class LayerBuilder:
         own = router.packed(self.weights, self.device, dtype)
         grouped = grouped_experts(module.experts, self.weights, self.device)
         require(grouped.experts.activation is not None and grouped.after is None)
-        # On a GPU the host would wait within the stack for experts that have no kernel.
-        has_kernel = grouped.compiled is not None and not router.weighs_inputs
-        require(self.device.type == "cpu" or has_kernel)
         experts = replace(grouped.experts, weighs_inputs=router.weighs_inputs)
         gate = part.shared_gate
         return Mixture(own, experts, None if gate is None else self.joined([gate]), self._of_sum(part))
@@ -306,5 +334,8 @@ def query_table(structure: Structure, angles: int | None, num_kinds: int) -> int
 
 def _of_rank(linear: Linear, ranks: Sum | None) -> Linear:
     """This rank's part of a layer whose outputs the stack itself adds up over the ranks."""
-    require(isinstance(linear, Reduced) == (ranks is not None))
+    require(
+        isinstance(linear, Reduced) == (ranks is not None),
+        "the plan for several ranks divides one half of a layer, and not the other",
+    )
     return linear.linear if isinstance(linear, Reduced) else linear

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pagewire.ipc.files.hub import read_foreign
+from pagewire.ipc.files.model_configs import read_foreign
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.quantization import DEQUANTIZE, GGUF, resolve_quantization, settings_of
 from pagewire.ipc.wire.worker_messages import WorkerConfig
@@ -24,6 +24,7 @@ from pagewire.workers.checkpoint.formats.registry import format_of
 from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
 from pagewire.workers.checkpoint.headers import weight_files
 from pagewire.workers.checkpoint.mapped import MappedCheckpoint
+from pagewire.workers.checkpoint.replaced import files_of
 from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
@@ -281,7 +282,7 @@ def _on_meta(
 def weight_source(
     worker_config: WorkerConfig, config: Any, form: Format | None, keeps_floats: bool = False
 ) -> WeightSource:
-    """The weights of the checkpoint that a configuration names.
+    """The weights of the checkpoint that a configuration names, and of the files that replace some of them.
 
     form: in which it is quantised. keeps_floats: see `QuantisedCheckpoint`.
 
@@ -291,7 +292,8 @@ def weight_source(
     path = worker_config.model_path
     if is_gguf(path):
         return GgufCheckpoint(path, config)
-    source = Checkpoint(path) if form is None else QuantisedCheckpoint(Checkpoint(path), form, keeps_floats)
+    checkpoint = Checkpoint(path, files_of(worker_config))
+    source = checkpoint if form is None else QuantisedCheckpoint(checkpoint, form, keeps_floats)
     foreign = read_foreign(Path(path), worker_config.trust_remote_code)
     return source if foreign is None else MappedCheckpoint(source, foreign)
 
@@ -315,6 +317,8 @@ def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtyp
     """The module with all its weights, by transformers' own loader."""
     if is_gguf(worker_config.model_path):
         raise LoadError("GGUF files need the tables for converting checkpoints of transformers 5 or later")
+    if worker_config.weights:
+        raise LoadError("weights that replace others are read one by one, and transformers reads all at once")
     pickles = worker_config.load_format == "pt"
     if read_foreign(Path(worker_config.model_path), worker_config.trust_remote_code) is not None:
         raise LoadError(

@@ -12,12 +12,13 @@ from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.caches.kv import Pages, in_pages
 from pagewire.workers.caches.sources import EncodedRow, Features, SourceBatch
 from pagewire.workers.network.module_base import Arithmetic
+from pagewire.workers.network.road import ENCODER_DECODER, Road
 from pagewire.workers.seq2seq.methods import cross_heads, cross_layers
 from pagewire.workers.step.context import StepContext
 
 
 class EncoderDecoder:
-    """The base of an encoder-decoder, in place of a `ModuleBase`.
+    """The base of an encoder-decoder, see `ModelBase`.
 
     A row that is a source runs the encoder as a whole, and stores keys and values of its states for each layer of
     the decoder. The other rows run the decoder.
@@ -30,6 +31,7 @@ class EncoderDecoder:
         self.cross = cross_layers(decoder)
         self._arithmetic, self._features = arithmetic, features
         self._pages = Pages()
+        self.network, self.road, self.embedding_size = None, Road(None, ENCODER_DECODER), 0
         self._placed = "position_ids" in inspect.signature(decoder.forward).parameters
 
     @property
@@ -43,8 +45,8 @@ class EncoderDecoder:
         return self.decoder.embed_tokens
 
     @property
-    def modules(self) -> list[Any]:
-        """Both halves."""
+    def tables(self) -> list[Any]:
+        """See `ModelBase`: both halves."""
         return [self.encoder, self.decoder]
 
     def __call__(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:

@@ -8,14 +8,14 @@ with our recurrences and our attention. Norms, sums and gated products between t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.data.layer import HeadNormForm
+from pagewire.kernels.data.layer import MIXER, HeadNormForm
 from pagewire.kernels.data.mixers import (
     Convolution,
     GatedDelta,
@@ -306,6 +306,12 @@ class MixerWeights:
         require(all(type(module) is nn.Linear for module in modules))
         return pack_joined(modules, self.weights, self.device, order)
 
+    def own_linears(self, module: Any) -> dict[str, Any]:
+        """The linear layers of a mixer itself, by the names of its fields."""
+        form = FORMS[type(module).__name__]
+        orders = {name: order(module) for name, order in form.own_orders.items()}
+        return {name: self.linear(own, orders.get(name)) for name, own in form.linears(module).items()}
+
     def vector(self, module: Any, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """A parameter of a module as contiguous numbers."""
         own = getattr(module, name)
@@ -334,37 +340,39 @@ class MixerForm:
 
     inputs: the names of the linear layers whose outputs, one behind the other, the mixer takes. make: of the rest.
     order: of these outputs; None: as they are. out: the name of the last linear layer.
+    own: by the field of a linear layer of the mixer itself, the names of its parts. own_orders: of their outputs.
     """
 
     inputs: tuple[str, ...]
     make: Callable[[Any, MixerWeights], StateMixer]
     order: Callable[[Any], Tensor] | None = None
     out: str = "out_proj"
+    own: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    own_orders: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
+
+    def linears(self, module: Any) -> dict[str, Sequence[Any]]:
+        """The modules of the mixer's own linear layers."""
+        return {name: [module.get_submodule(part) for part in parts] for name, parts in self.own.items()}
 
 
 def _short_conv(module: Any, weights: MixerWeights) -> ShortConv:
     return ShortConv(weights.convolution(module.conv, None))
 
 
-def _gated_delta(module: Any, weights: MixerWeights) -> GatedDelta:
-    return _delta(module, weights, weights.linear([module.in_proj_b, module.in_proj_a]))
-
-
-def _gated_delta_by_head(module: Any, weights: MixerWeights) -> GatedDelta:
+def _factors_by_head(module: Any) -> Tensor:
+    """The order of what makes the factors of all values, and then of all steps, of what is by heads of keys."""
     per_key = module.num_v_heads // module.num_k_heads
-    order = _apart(module.num_k_heads, [per_key, per_key])
-    return _delta(module, weights, weights.linear([module.in_proj_ba], order))
+    return _apart(module.num_k_heads, [per_key, per_key])
 
 
 def _gated_delta_of_olmo(module: Any, weights: MixerWeights) -> GatedDelta:
-    factors = weights.linear([module.b_proj, module.a_proj])
-    return replace(_delta(module, weights, factors), rate=2.0 if module.allow_neg_eigval else 1.0)
+    return replace(_delta(module, weights), rate=2.0 if module.allow_neg_eigval else 1.0)
 
 
-def _delta(module: Any, weights: MixerWeights, factors: Linear) -> GatedDelta:
+def _delta(module: Any, weights: MixerWeights) -> GatedDelta:
     return GatedDelta(
+        **weights.own_linears(module),
         conv=weights.convolution(module.conv1d, module.activation),
-        factors=factors,
         bias=weights.vector(module, "dt_bias"),
         decay=weights.decay(module),
         gate=weights.normed_gate(getattr(module, "norm", None) or module.o_norm, module.head_v_dim),
@@ -376,23 +384,12 @@ def _delta(module: Any, weights: MixerWeights, factors: Linear) -> GatedDelta:
     )
 
 
-def _kimi_delta(module: Any, weights: MixerWeights) -> GatedDelta:
-    forget = module.forget_gate
-    factors = weights.linear([module.b_proj, forget.f_a_proj, module.g_a_proj])
-    own = _delta_by_row(module, weights, factors)
-    return replace(own, steps=weights.linear([forget.f_b_proj]), gates=weights.linear([module.g_b_proj]))
-
-
-def _ling_delta(module: Any, weights: MixerWeights) -> GatedDelta:
-    return _delta_by_row(module, weights, weights.linear([module.b_proj, module.forget_gate.f_proj]))
-
-
-def _delta_by_row(module: Any, weights: MixerWeights, factors: Linear) -> GatedDelta:
+def _delta_by_row(module: Any, weights: MixerWeights) -> GatedDelta:
     """A gated delta rule with a step for each row of a state."""
     forget, size = module.forget_gate, module.head_dim
     return GatedDelta(
+        **weights.own_linears(module),
         conv=weights.convolution(module.conv1d, module.activation),
-        factors=factors,
         bias=weights.vector(forget, "dt_bias"),
         decay=weights.decay(forget).flatten().repeat_interleave(size),
         gate=replace(weights.normed_gate(module.o_norm, size), sigmoid=True),
@@ -460,9 +457,8 @@ def _factor_norms(module: Any, weights: MixerWeights) -> tuple[tuple[Tensor, Ten
 def _mamba(module: Any, weights: MixerWeights) -> SelectiveScan:
     normed, eps = _factor_norms(module, weights) or (None, 0.0)
     return SelectiveScan(
+        **weights.own_linears(module),
         conv=weights.convolution(module.conv1d, module.activation),
-        factors=weights.linear([module.x_proj]),
-        steps=weights.linear([module.dt_proj]),
         decay=weights.decay(module).T.contiguous(),
         skip=weights.vector(module, "D"),
         gate=OutputGate(module.intermediate_size),
@@ -478,21 +474,45 @@ FORMS: dict[str, MixerForm] = {
     ),
     **dict.fromkeys(
         ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
-        MixerForm(("in_proj_qkv", "in_proj_z"), _gated_delta),
+        MixerForm(("in_proj_qkv", "in_proj_z"), _delta, own={"factors": ("in_proj_b", "in_proj_a")}),
     ),
-    "Qwen3NextGatedDeltaNet": MixerForm(("in_proj_qkvz",), _gated_delta_by_head, _qkvz_order),
+    "Qwen3NextGatedDeltaNet": MixerForm(
+        ("in_proj_qkvz",),
+        _delta,
+        _qkvz_order,
+        own={"factors": ("in_proj_ba",)},
+        own_orders={"factors": _factors_by_head},
+    ),
     "OlmoHybridGatedDeltaNet": MixerForm(
-        ("q_proj", "k_proj", "v_proj", "g_proj"), _gated_delta_of_olmo, out="o_proj"
+        ("q_proj", "k_proj", "v_proj", "g_proj"),
+        _gated_delta_of_olmo,
+        out="o_proj",
+        own={"factors": ("b_proj", "a_proj")},
     ),
-    "KimiLinearDeltaAttention": MixerForm(("q_proj", "k_proj", "v_proj"), _kimi_delta, out="o_proj"),
+    "KimiLinearDeltaAttention": MixerForm(
+        ("q_proj", "k_proj", "v_proj"),
+        _delta_by_row,
+        out="o_proj",
+        own={
+            "factors": ("b_proj", "forget_gate.f_a_proj", "g_a_proj"),
+            "steps": ("forget_gate.f_b_proj",),
+            "gates": ("g_b_proj",),
+        },
+    ),
     "BailingHybridDeltaAttention": MixerForm(
-        ("q_proj", "k_proj", "v_proj", "g_proj"), _ling_delta, out="o_proj"
+        ("q_proj", "k_proj", "v_proj", "g_proj"),
+        _delta_by_row,
+        out="o_proj",
+        own={"factors": ("b_proj", "forget_gate.f_proj")},
     ),
     **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"), MAMBA_2),
     "FalconH1Mixer": MAMBA_2,
     "NemotronHMamba2Mixer": MAMBA_2,
     "Zamba2MambaMixer": MAMBA_2,
-    **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer", "MambaMixer"), MixerForm(("in_proj",), _mamba)),
+    **dict.fromkeys(
+        ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer"),
+        MixerForm(("in_proj",), _mamba, own={"factors": ("x_proj",), "steps": ("dt_proj",)}),
+    ),
 }
 """By the class of a module."""
 
@@ -521,6 +541,23 @@ def order_of(part: LayerParts) -> Tensor | None:
     """The order, int64, of what a mixer's first linear layers make; None: they stay as they are."""
     form = form_of(part.mixer)
     return None if form is None or form.order is None else form.order(part.mixer)
+
+
+def mixer_linears(part: LayerParts) -> dict[str, Sequence[Any]]:
+    """The modules of the linear layers of a layer's mixer itself, by the names of their fields in the layer."""
+    mixer = part.mixer if part.beside is None else part.beside.mixer
+    form = None if mixer is None else form_of(mixer)
+    return {} if form is None else {f"{MIXER}{name}": own for name, own in form.linears(mixer).items()}
+
+
+def mixer_orders(part: LayerParts) -> dict[str, Tensor | None]:
+    """The orders of the outputs of linear layers of a layer's mixers, by the names of their fields in the layer."""
+    mixer = part.mixer if part.beside is None else part.beside.mixer
+    form = None if mixer is None else form_of(mixer)
+    if form is None:
+        return {}
+    beside = {} if part.beside is None else {"beside": order_of(part.beside)}
+    return {f"{MIXER}{name}": order(mixer) for name, order in form.own_orders.items()} | beside
 
 
 def built_beside(

@@ -11,14 +11,12 @@ import torch
 from pagewire.ipc.wire.sources import SourceInfo
 from pagewire.kernels.data.paging import Cache, KVScales
 from pagewire.workers.caches.kv import KVShape, allocate_caches
+from pagewire.workers.caches.memory import Allocator
 from pagewire.workers.caches.states import StateShape
-from pagewire.workers.device.interface import Device
-from pagewire.workers.module.shards import Cut
 from pagewire.workers.network.model import Model
-from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooler import Pooler
-
-ENCODER_DECODER = "it is an encoder-decoder"
+from pagewire.workers.network.road import Road
+from pagewire.workers.ranks.cut import Cut
 
 
 @dataclass
@@ -35,50 +33,6 @@ class Phases:
         self.seconds[name] = now - self._since
         self._since = now
         self.report(name, self.seconds[name])
-
-
-@dataclass(frozen=True)
-class Road:
-    """How the layers of a model run.
-
-    halves: of layers that are modules of transformers within a stack; None: all layers are one module.
-    why: of modules, why they are none of the kernels'; of a rank it may be empty, where another one knows.
-    """
-
-    halves: int | None = 0
-    why: str = ""
-
-    def __str__(self) -> str:
-        """In a table."""
-        if self.halves is None:
-            return f"module: {self.why}"
-        if not self.halves:
-            return "stack"
-        noun = "half that is a module" if self.halves == 1 else "halves that are modules"
-        return f"stack with {self.halves} {noun}: {self.why}"
-
-    @property
-    def sentence(self) -> str:
-        """As a sentence."""
-        if self.halves is None:
-            reason = f": {self.why}" if self.why else ""
-            return f"the layers run as transformers' module{reason}"
-        return f"the layers run as a {self}"
-
-
-def road_summary(road: Road, why_not: str | None) -> str:
-    """How layers and steps that only decode run, in a sentence.
-
-    why_not: why these steps are no compiled call; empty: they are one. None: there is nothing to say about them.
-    """
-    if why_not is None:
-        return road.sentence
-    steps = "steps that only decode are"
-    if not why_not:
-        return f"{road.sentence}; {steps} one compiled call"
-    # Why layers run as a module is said already.
-    reason = "" if road.halves is None else f": {why_not}"
-    return f"{road.sentence}; {steps} not one compiled call{reason}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +62,7 @@ class LoadedModel:
     source: SourceInfo | None = None
     cuts: dict[str, Cut] = field(default_factory=dict)
 
-    def allocate(self, num_blocks: int, block_size: int, device: Device) -> list[Cache]:
+    def allocate(self, num_blocks: int, block_size: int, device: Allocator) -> list[Cache]:
         """Zeroed caches of its layers, of `num_blocks` blocks of `block_size` tokens each."""
         scales = self.kv_scales[self.model.first_layer :]
         return allocate_caches(self.kv_shapes, num_blocks, block_size, device, scales)
@@ -116,13 +70,9 @@ class LoadedModel:
     @property
     def is_stack(self) -> bool:
         """True if its layers run as the stack of a `Network`."""
-        return isinstance(self.model.base, Network)
+        return self.model.network is not None
 
     @property
     def road(self) -> Road:
         """How its layers run."""
-        base = self.model.base
-        if not isinstance(base, Network):
-            return Road(None, getattr(base, "why", ENCODER_DECODER))
-        halves = sum(half is not None for layer in base.stack.layers for half in layer.halves)
-        return Road(halves, base.why)
+        return self.model.base.road

@@ -29,6 +29,7 @@ from pagewire.kernels.data.weight import UnpackedLinear
 from pagewire.kernels.output import CappedOutput
 from pagewire.workers.caches.sources import Features
 from pagewire.workers.checkpoint.kv_scales import kv_scales
+from pagewire.workers.checkpoint.replaced import check_unchanged
 from pagewire.workers.device.interface import Device, KernelNeeds
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.families.structures import OtherStructureError, require
@@ -50,7 +51,7 @@ from pagewire.workers.module.configuration import (
 from pagewire.workers.module.parallel_layers import fit_modules
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
-from pagewire.workers.module.stage_cut import CutBase, check_cuts
+from pagewire.workers.module.stage_cut import check_cuts
 from pagewire.workers.module.text_base import (
     base_path,
     position_offset,
@@ -63,14 +64,16 @@ from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import build_module
 from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.encoder_layers import compile_layers
+from pagewire.workers.network.expected import network_options, parts_on_meta, refuse_options, refusing_modules
 from pagewire.workers.network.hybrids import HYBRIDS
 from pagewire.workers.network.loaded import LoadedModel, Phases
-from pagewire.workers.network.model import Head, Model
+from pagewire.workers.network.model import Head, Model, ModelBase
 from pagewire.workers.network.module_base import (
     ModuleBase,
     ModuleHead,
     ModuleScores,
     arithmetic,
+    linear_of,
 )
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.parts import module_bytes, transform_parts
@@ -99,7 +102,6 @@ from pagewire.workers.versions import name_attention
 
 logger = logging.getLogger("pagewire.worker")
 
-ONE_BY_ONE = "it is loaded layer by layer"
 QUANTISING = (*QUANTISED_LOAD_FORMATS, "sharded_state")  # load formats that may bring quantised weights
 
 
@@ -191,6 +193,9 @@ def load_model(
     settings = ModelSettings.of(worker_config, device)
     check_invariant(worker_config, device)
     config, spec, dtype = settings.config, settings.spec, settings.dtype
+    if (options := network_options(worker_config)) and settings.source is None:
+        with refusing_modules(config, options):
+            parts_on_meta(worker_config)
     phases.end("config")
     parallel = worker_config.parallel
     stage = own_stage(parallel, collective, config, dtype, device)
@@ -211,9 +216,8 @@ def load_model(
     if shards is not None:
         weights.divide(shards)
     turn = partial(own_turn, collective, parallel)
-    apart = worker_config.lora is not None and (settings.encodes or bool(state_layers(config)))
     parts = Transformation(
-        weights, spec, run, expected, settings.max_len, device, collective, stage, turn, apart, features
+        options, weights, spec, run, expected, settings.max_len, device, collective, stage, turn, features
     )
     model, shapes = parts.proven_model()
     if worker_config.batch_invariant and device.asynchronous:
@@ -223,6 +227,7 @@ def load_model(
     release_spare_memory()
     for note, count in weights.notes.items():
         logger.info("weights of %d products: %s", count, note)
+    check_unchanged(worker_config.weights)
     phases.end("transform")
     return LoadedModel(
         model=model,
@@ -284,11 +289,11 @@ def check_sums(model: Model) -> None:
     Raises:
         LoadError: names them.
     """
-    if not isinstance(model.base, Network):
+    if model.network is None:
         raise depends_on_batch(
             "layers of this model run as modules of transformers, whose sums may depend on it"
         )
-    mixtures = ((layer.mixture, layer.dtype) for layer in model.base.stack.layers)
+    mixtures = ((layer.mixture, layer.dtype) for layer in model.network.stack.layers)
     if any(mixture is not None and mixture.router.linear.dtype != dtype for mixture, dtype in mixtures):
         raise depends_on_batch("its routers compute in float32, in which PyTorch's sums may depend on it")
 
@@ -421,13 +426,14 @@ def make_pooler(
 class Transformation:
     """Makes a model of a module, which it takes apart, and proves it.
 
-    weights, run, expected: the module's, and what it computes. stage: of a pipeline. turn: a context for packing,
-    which takes memory. apart: linear layers must stay modules, so it may not become a network. features: of an
+    options: those that a network alone has, see `network_options`. weights, run, expected: the module's, and what
+    it computes. stage: of a pipeline. turn: a context for packing, which takes memory. features: of an
     encoder-decoder that hears.
 
     scores: the classifier behind the base, which is proven with the model; None: there is none.
     """
 
+    options: list[str]
     weights: Weights
     spec: PoolingSpec | None
     run: DryRun
@@ -437,12 +443,10 @@ class Transformation:
     collective: Collective
     stage: Stage | None
     turn: Callable[[], AbstractContextManager[None]]
-    apart: bool = False
     features: Features | None = None
     scores: ModuleScores | None = None
     _head: ModuleHead | None = None
     _coders: tuple[Any, Any] | None = None
-    _is_fit: bool = False
     _why_module: str = ""
     _path: str = field(init=False)
     _base: Any = field(init=False)
@@ -495,6 +499,8 @@ class Transformation:
             # An error of one rank alone ends the group, for others wait for what this one would send.
             with self._module_runs_after(LoadError if self.collective.size == 1 else DisprovenError):
                 return self._proven(network)
+        if self._coders is None:
+            refuse_options(self.weights.causal.config, self.options, self._why_module)
         for name, child in parts.items():
             setattr(self._behind, name, child)
         with self.turn():
@@ -520,35 +526,23 @@ class Transformation:
         """
         device = self.device.torch_device
         require(self._coders is None, "an encoder-decoder is no single stack")
-        require(not self.apart, ONE_BY_ONE)
-        if self._base.config.model_type in HYBRIDS:
-            self._fit()
+        if self.weights.shards is not None and self._base.config.model_type in HYBRIDS:
+            fit_modules(self._base, self._path, self.weights.shards)
         network = build_network(self._base, self.weights, device, self.stage, encodes=self._encodes)
         self._transform_behind()
         return network
 
-    def _fit(self) -> None:
-        """Make the base's modules compute with this rank's part."""
-        if self.weights.shards is not None and not self._is_fit:
-            fit_modules(self._base, self._path, self.weights.shards)
-            self._is_fit = True
-
-    def _module_base(self) -> ModuleBase | EncoderDecoder:
-        """The base, or this rank's part, transformed module by module."""
-        cut = None
+    def _module_base(self) -> ModelBase:
+        """The base, transformed module by module."""
         if self._coders is not None:
             compile_layers(self._coders[0], self.weights, self.device.torch_device)
             for module in self._coders:
                 transform_parts(module, self.weights, self.device.torch_device)
             return EncoderDecoder(*self._coders, self._arithmetic, self.features)
-        self._fit()
-        if self.stage is not None:
-            cut = CutBase(self._base, self._base.get_input_embeddings(), self.stage)
         transform_parts(self._base, self.weights, self.device.torch_device)
         return ModuleBase(
             self._base,
             self._arithmetic,
-            cut,
             encodes=self._encodes,
             packed=self._packed,
             why=self._why_module,
@@ -564,7 +558,7 @@ class Transformation:
         for name, _ in list(behind.named_children()):
             setattr(behind, name, nn.Identity())
 
-    def _proven(self, base: Network | ModuleBase | EncoderDecoder) -> tuple[Model, MemoryShapes]:
+    def _proven(self, base: ModelBase) -> tuple[Model, MemoryShapes]:
         """A model with this base, and the shapes of what its layers keep.
 
         Raises:
@@ -612,24 +606,13 @@ def tied_bytes(model: Model) -> int:
 
 def weight_bytes(model: Model, scores: ModuleScores | None) -> int:
     """Bytes of all weights of a model and its classifier, including packed ones; memory of two counts once."""
-    base, head = model.base, model.head
-    modules: list[nn.Module] = []
-    total = -tied_bytes(model)
-    if isinstance(base, ModuleBase):
-        modules.append(base.module)
-    elif isinstance(base, EncoderDecoder):
-        modules += base.modules
-    else:
-        total += base.num_bytes
-        tables = base.embedding
-        if tables is not None:
-            modules += filter(None, (tables.words, tables.positions, tables.token_types))
-        if base.layer_inputs is not None:
-            modules.append(base.layer_inputs.words)
+    network, head = model.network, model.head
+    modules: list[nn.Module] = list(model.base.tables)
+    total = (0 if network is None else network.num_bytes) - tied_bytes(model)
     if isinstance(head, ModuleHead):
         modules.append(head.module)
-    elif head is not None:
-        total += head.num_bytes
+    elif (linear := linear_of(head)) is not None:
+        total += linear.num_bytes
     if scores is not None:
         modules.append(scores.module)
     return total + module_bytes(modules)

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch
-from pagewire.kernels.linear import Linear
 from pagewire.workers.caches.kv import Pages, in_pages
-from pagewire.workers.module.overlay import embedding_size, laid_over
-from pagewire.workers.network.encoder_decoder import EncoderDecoder
-from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
+from pagewire.workers.network.road import Road
 from pagewire.workers.ranks.stages import Stage
 from pagewire.workers.step.context import RowsContext, StepContext
 
-Head: TypeAlias = ModuleHead | Linear
+Head: TypeAlias = Callable[[Tensor], Tensor]
+"""A linear layer, or code of transformers (`ModuleHead`): hidden states [n, H] to logits [n, V]."""
+
+
+class ModelBase(Protocol):
+    """Tokens to hidden states: a `Network`, or modules of transformers with their own forward."""
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding that may take the place of a token's; 0: none may."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+        ...
+
+    @property
+    def network(self) -> Network | None:
+        """Itself as plain data; None: it has other code, and nothing of what networks alone have."""
+        ...
+
+    @property
+    def road(self) -> Road:
+        """How its layers run, and why."""
+        ...
+
+    @property
+    def words(self) -> Any:
+        """The module that looks tokens up."""
+        ...
+
+    @property
+    def tables(self) -> list[Any]:
+        """The modules of PyTorch that have weights of it beside `Network.num_bytes`."""
+        ...
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, step: StepContext, /) -> Tensor:
+        """Hidden states [T, H] of the tokens int64 [T] of a step at positions int64 [T]."""
+        ...
 
 
 @dataclass
@@ -28,7 +65,7 @@ class Model:
     A rank of a group has its part of both.
     """
 
-    base: Network | ModuleBase | EncoderDecoder
+    base: ModelBase
     head: Head | None
     """Hidden states [n, H] to logits [n, V]; None where a later stage has it, or the states are pooled."""
     path: str = ""
@@ -66,14 +103,12 @@ class Model:
 
     def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Final hidden states [T, H] of the tokens int64 [T] of a step; or those that go to the next stage."""
-        overlay = step.overlay if step.received is None else None
-        with laid_over(self.base, overlay):
-            states = self.own_states(input_ids, step)
-            self.send(states)  # the next stage waits, also where embeddings turn out not to be taken
+        states = self.own_states(input_ids, step)
+        self.send(states)
         return states
 
     def own_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """As `hidden_states`, but nothing is laid over the tokens' embeddings, and nothing is sent."""
+        """As `hidden_states`, but nothing is sent."""
         positions = step.positions
         if self.encodes:
             step.use(self.pages)
@@ -87,17 +122,9 @@ class Model:
             self.stage.send(states)
 
     @property
-    def embedding_size(self) -> int:
-        """Numbers of an embedding that may take the place of a token's; 0: none may."""
-        if isinstance(self.base, EncoderDecoder):
-            return 0
-        if isinstance(self.base, ModuleBase):
-            # Where each prompt looks up its own tokens, none may.
-            return embedding_size(self.base.module) if self.base.packed else 0
-        if self.base.layer_inputs is not None:  # which are looked up by tokens, too
-            return 0
-        size: Any = getattr(self.base.words, "embedding_dim", 0)
-        return size if isinstance(size, int) else 0
+    def network(self) -> Network | None:
+        """The base as plain data; None: code of transformers runs in its place."""
+        return self.base.network
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Logits [n, V] of hidden states [n, H].

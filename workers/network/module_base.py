@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.data.elementwise import elementwise
-from pagewire.kernels.linear import Linear
+from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.output import CappedOutput
 from pagewire.workers.module.invariant import Invariant
-from pagewire.workers.module.overlay import input_embedding
-from pagewire.workers.module.stage_cut import CutBase
 from pagewire.workers.module.text_base import position_offset
 from pagewire.workers.module.transforms import LinearModule, tolerance
+from pagewire.workers.network.model import Head
+from pagewire.workers.network.pooler import FUNCTIONS, Dense, chain
+from pagewire.workers.network.road import Road
 from pagewire.workers.step.context import StepContext
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Tanh": torch.tanh,
-    "GELU": torch.nn.functional.gelu,
-    "ReLU": torch.relu,
-    "Sigmoid": torch.sigmoid,
-}
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A linear layer after the pooling, and the function of `FUNCTIONS` applied to its result."""
-
-    product: Linear
-    activation: str | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """float32 [n, K] to float32 [n, N]."""
-        y = self.product(x.to(self.product.dtype)).float()
-        return y if self.activation is None else elementwise(FUNCTIONS[self.activation], y)
-
-
-def chain(layers: Sequence[Dense], x: Tensor) -> Tensor:
-    """Rows [n, K] through layer after layer to float32 [n, N]; their bits do not depend on each other."""
-    for layer in layers:
-        x = layer(x)
-    return x
-
 
 Arithmetic = Callable[[], AbstractContextManager[object]]
 """Makes a context in which transformers' code is batch-invariant, see `Invariant`."""
@@ -60,25 +31,26 @@ def arithmetic(batch_invariant: bool) -> Arithmetic:
 
 
 class ModuleBase:
-    """A base model of transformers with its own forward, in place of a `Network`.
+    """A base model of transformers with its own forward, in place of a `Network`; see `ModelBase`.
 
-    module: the base. cut: of a base that runs as a stage of a pipeline. encodes: its tokens attend to later ones,
-    too. packed: all prompts of a step are one sequence; otherwise it encodes prompt by prompt. why: it is no
-    `Network`.
+    module: the base. encodes: its tokens attend to later ones, too. packed: all prompts of a step are one sequence;
+    otherwise it encodes prompt by prompt. why: it is no `Network`.
     """
+
+    network = None
+    embedding_size = 0
 
     def __init__(
         self,
         module: Any,
         arithmetic: Arithmetic,
-        cut: CutBase | None = None,
         *,
         encodes: bool = False,
         packed: bool = True,
         why: str = "",
     ) -> None:
-        self.why = why
-        self.module, self.cut, self.encodes, self.packed = module, cut, encodes, packed
+        self.road = Road(None, why)
+        self.module, self.encodes, self.packed = module, encodes, packed
         self._arithmetic = arithmetic
         self._accepts = set(inspect.signature(module.forward).parameters)
         self._takes_types = takes_token_types(module)
@@ -92,35 +64,20 @@ class ModuleBase:
     @property
     def words(self) -> Any:
         """The module that looks tokens up."""
-        return input_embedding(self.module)
+        return self.module.get_input_embeddings()
+
+    @property
+    def tables(self) -> list[Any]:
+        """See `ModelBase`: the module, which has its weights."""
+        return [self.module]
 
     def __call__(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Hidden states [T, H] of the tokens int64 [T] of a step at positions int64 [T]."""
         with self._arithmetic():
             if self.encodes:
                 return self._encoded(input_ids, positions, step)
-
-            at = positions[None] if step.axes is None else step.axes.positions[:, None]
-            at = at + self._first if self._first else at
-            deep = self._deep(step, input_ids)
-
-            def forward() -> Any:
-                return self.module(input_ids=input_ids[None], position_ids=at, use_cache=False, **deep)
-
-            return forward()[0][0] if self.cut is None else self.cut.run(forward, step.received)
-
-    def _deep(self, step: StepContext, input_ids: Tensor) -> dict[str, Any]:
-        """Arguments with what is added to the results of the first layers, where an encoder has made such."""
-        overlay = step.overlay
-        if overlay is None or not overlay.deep:
-            return {}
-        mask = torch.zeros_like(input_ids, dtype=torch.bool)
-        mask[overlay.places] = True
-        order = overlay.places.argsort()
-        return {
-            "visual_pos_masks": mask[None],
-            "deepstack_visual_embeds": [layer[order].to(self.module.dtype) for layer in overlay.deep],
-        }
+            at = positions[None] + self._first
+            return self.module(input_ids=input_ids[None], position_ids=at, use_cache=False)[0][0]  # type: ignore[no-any-return]
 
     def _encoded(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         inputs = {"input_ids": input_ids, "position_ids": positions}
@@ -199,10 +156,15 @@ class ModuleHead:
         return self, name
 
 
+def linear_of(head: Head | None) -> Linear | None:
+    """A head that is a linear layer; None if it is a module, or there is none."""
+    return None if head is None or isinstance(head, ModuleHead) else cast("Linear", head)
+
+
 def logit_forms(config: Any) -> Iterator[tuple[float, float | None]]:
     """The factors of logits that settings of families may mean, each with the cap; see `Kernels.cap`."""
     softcap: float | None = getattr(config, "final_logit_softcapping", None)
-    for name in ("logit_scale", "lm_head_multiplier"):
+    for name in ("logit_scale", "logits_scale", "lm_head_multiplier"):
         scale = getattr(config, name, None)
         if isinstance(scale, int | float) and scale:  # of MPT it may be a word
             yield float(scale), softcap

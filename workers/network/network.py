@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.data.layer import Angles, LayerNorm, Norm
-from pagewire.kernels.linear import Linear
+from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.stack import Additions, Stack, normed_by
 from pagewire.workers.caches.kv import KVShape
+from pagewire.workers.network.road import Road
 from pagewire.workers.step.context import Axes, StepContext
 
 
@@ -36,8 +37,9 @@ class Embeddings:
     """The words' embeddings, or what was laid over them, are multiplied by it."""
 
     def __call__(self, ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """States [T, H] of tokens int64 [T] at positions int64 [T]."""
+        """States [T, H] of tokens int64 [T] at positions int64 [T], or of what takes the place of their words."""
         x: Tensor = self.words(ids)
+        x = x if step.overlay is None else step.overlay.over(x)
         x = x if self.scale == 1.0 else x * self.scale
         if self.token_types is not None:
             types = step.token_types
@@ -84,6 +86,17 @@ class KVPlace:
     window: int | None = None
 
 
+@dataclass(frozen=True)
+class ModuleRows:
+    """The rows that a module of transformers has in a linear layer, one below the other; or a number of experts."""
+
+    count: int
+    order: Tensor | None = None
+    """int64 [count], which of the module's rows each one is; None: they are the same."""
+    factor: Tensor | None = None
+    """float32 [count]: what the module gives is multiplied by it, in the order here; None: it is not."""
+
+
 @dataclass
 class Network:
     """An embedding and a stack of layers, or a pipeline stage's part of both.
@@ -99,19 +112,15 @@ class Network:
     stack: Stack
     places: list[KVPlace | None]
     """Of each layer; None: a mixer takes the place of attention."""
-    modules: list[dict[str, dict[str, int]]] = field(default_factory=list)
-    """Of each layer, by the field of a linear layer: the names of its parts in transformers' base, with their
-    outputs.
+    modules: list[dict[str, dict[str, ModuleRows]]] = field(default_factory=list)
+    """Of each layer, by the field of a linear layer: its parts by their names in transformers' base.
 
-    By "experts": the name of the module of all of them, with their number.
+    By "experts": the module of all of them.
     """
     is_last: bool = True
     """It ends with the final norm; otherwise it gives the sum itself."""
     words_name: str = "embed_tokens"
     """That of the table of tokens in transformers' base."""
-    qkv_order: Tensor | None = None
-    """Of layers whose queries, keys and values one module makes: int64 [rows], which of its rows each row of `qkv`
-    is; None: they are the same."""
     by_place: bool = False
     """The last of the angles are by a token's place in its sequence, which its position may not be in a dry run."""
     layer_inputs: LayerInputs | None = None
@@ -124,6 +133,32 @@ class Network:
     """These results [T, H] for the tokens of the last call, by layer."""
 
     name = "Network"
+
+    @property
+    def network(self) -> Network:
+        """See `ModelBase`."""
+        return self
+
+    @property
+    def road(self) -> Road:
+        """See `ModelBase`."""
+        return Road(sum(half is not None for layer in self.stack.layers for half in layer.halves), self.why)
+
+    @property
+    def tables(self) -> list[Any]:
+        """See `ModelBase`."""
+        own, inputs = self.embedding, self.layer_inputs
+        found = [] if own is None else [own.words, own.positions, own.token_types]
+        found += [] if inputs is None else [inputs.words]
+        return [table for table in found if table is not None]
+
+    @property
+    def embedding_size(self) -> int:
+        """See `ModelBase`."""
+        if self.layer_inputs is not None:  # which are looked up by tokens, too
+            return 0
+        size: Any = getattr(self.words, "embedding_dim", 0)
+        return size if isinstance(size, int) else 0
 
     @property
     def num_bytes(self) -> int:
@@ -140,6 +175,7 @@ class Network:
     def angles_at(self, positions: Tensor, axes: Axes | None = None) -> list[Angles]:
         """Cosines and sines [T, rot_dim] at positions int64 [T], of each kind. axes: where tokens have three."""
         if axes is not None:
+            axes = axes.halved if any(layer.interleaved for layer in self.stack.layers) else axes
             return [(axes.rows(cos), axes.rows(sin)) for cos, sin in self.angles]
         return [(cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.angles]
 

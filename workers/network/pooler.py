@@ -7,7 +7,7 @@ A mean is a sum of integers, which may be added in any order: hidden states are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,12 +15,40 @@ from torch import Tensor
 
 from pagewire.ipc.wire.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
 from pagewire.kernels.data.elementwise import elementwise
+from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.ops import fixed_sums, rms_norm
-from pagewire.workers.network.module_base import Dense, ModuleScores, chain
 from pagewire.workers.network.pooling_spec import PoolingSpec
 
 FRACTION = 2.0**30  # of the integers of a mean; a sum may reach 2**33
 NOT_FINITE = "the model's hidden states are not finite"
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Tanh": torch.tanh,
+    "GELU": torch.nn.functional.gelu,
+    "ReLU": torch.relu,
+    "Sigmoid": torch.sigmoid,
+}
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer after the pooling, and the function of `FUNCTIONS` applied to its result."""
+
+    product: Linear
+    activation: str | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float32 [n, K] to float32 [n, N]."""
+        y = self.product(x.to(self.product.dtype)).float()
+        return y if self.activation is None else elementwise(FUNCTIONS[self.activation], y)
+
+
+def chain(layers: Sequence[Dense], x: Tensor) -> Tensor:
+    """Rows [n, K] through layer after layer to float32 [n, N]; their bits do not depend on each other."""
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 @dataclass
@@ -46,8 +74,8 @@ class Pooler:
     info: PoolingInfo
     dense: list[Dense]
     """Linear layers behind the pooling, or the head of a reward model."""
-    scores: ModuleScores | list[Dense] | None
-    """The classifier behind the base model; None: there is none."""
+    scores: Callable[[Tensor], Tensor] | list[Dense] | None
+    """The classifier behind the base model, also as a module (`ModuleScores`); None: there is none."""
     dtype: torch.dtype
     """Of hidden states."""
 

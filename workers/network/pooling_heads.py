@@ -19,7 +19,7 @@ from pagewire.kernels.linear import dense_weight, pack
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.network.module_base import FUNCTIONS, Dense
+from pagewire.workers.network.pooler import FUNCTIONS, Dense
 from pagewire.workers.network.pooling_spec import PoolingSpec, TokenHead
 
 OUTPUT_LAYERS = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.wire.pooling import PoolerConfig, PoolingInfo
 from pagewire.ipc.wire.sources import SOUND, SourceInfo
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
@@ -22,7 +22,8 @@ from pagewire.workers.network.build_module import (
     ModelClass,
 )
 from pagewire.workers.network.module_base import takes_token_types
-from pagewire.workers.network.pooling_spec import PoolingSpec, pools, read_spec
+from pagewire.workers.network.pooling_files import pools, read_spec
+from pagewire.workers.network.pooling_spec import PoolingSpec
 
 CLASSES: dict[str, ModelClass] = {
     "embed": BASE,

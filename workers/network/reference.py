@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
-from pagewire.workers.caches.sources import Features, SlotSource
+from pagewire.workers.caches.slot_source import SlotSource
+from pagewire.workers.caches.sources import Features
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import first_line
 from pagewire.workers.module.lockstep import Lockstep

@@ -26,11 +26,12 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.module.configuration import load_config, resolve_dtype
 from pagewire.workers.module.matrices import is_linear, is_stack
-from pagewire.workers.module.shards import Cut, Shards
+from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import cut_down
 from pagewire.workers.module.weights import CheckpointWeights, Weights, tied_names
 from pagewire.workers.network.build_module import build_module, module_on_meta
 from pagewire.workers.network.reference import DryRun, Expected, reference_logits
+from pagewire.workers.ranks.cut import Cut
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import shards_of
 from pagewire.workers.ranks.stages import Stage

@@ -24,11 +24,8 @@ import zmq
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineDeadError, error_text
 from pagewire.ipc.host.lifeline import Child, exit_cause
-from pagewire.ipc.quoting import shortened
-from pagewire.ipc.version import __version__
-from pagewire.ipc.wire.codec import Codec
-from pagewire.ipc.wire.group_key import GroupKey
-from pagewire.ipc.wire.join_messages import (
+from pagewire.ipc.join.group_key import GroupKey
+from pagewire.ipc.join.join_messages import (
     ANY_RANK,
     Alive,
     Dismissed,
@@ -41,6 +38,9 @@ from pagewire.ipc.wire.join_messages import (
     StartWorker,
     ToAgent,
 )
+from pagewire.ipc.quoting import shortened
+from pagewire.ipc.version import __version__
+from pagewire.ipc.wire.codec import Codec
 from pagewire.ipc.wire.messages import PROTOCOL
 from pagewire.ipc.wire.sockets import new_dealer, next_event, receive, send
 

@@ -9,7 +9,10 @@ from typing import Any
 
 from pagewire.ipc.errors import error_text
 from pagewire.ipc.wire.calls import CALLS, RunsIn
+from pagewire.ipc.wire.items import TensorForm, WeightFile
+from pagewire.workers.checkpoint import replaced
 from pagewire.workers.errors import LoadError, LostRankError
+from pagewire.workers.module.configuration import load_config
 from pagewire.workers.network import sharded_state
 from pagewire.workers.ranks.agreement import all_have
 from pagewire.workers.ranks.interface import Collective
@@ -71,6 +74,24 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
                 runner.warm_up()
     except LoadError as error:  # not the caller's mistake, as a ValueError would be
         raise RuntimeError(str(error)) from error
+
+
+def weight_tensors(runner: Runner) -> list[TensorForm]:
+    """The tensors of the checkpoint that `load_weights` can replace; see `replaced.replaceable`."""
+    return replaced.replaceable(runner.config, load_config(runner.config))
+
+
+def load_weights(runner: Runner, files: Sequence[WeightFile]) -> None:
+    """Load the model anew, with the tensors of these files in place of its own. Forgets every request.
+
+    If it fails, the worker has no weights.
+
+    Raises:
+        RuntimeError: they cannot be loaded, or there is too little memory now. LostRankError: see `together`.
+    """
+    sleep(runner, 2)
+    runner.use_weights(files)
+    wake_up(runner, None)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
     python -m pagewire.workers.process.main --connect ADDRESS --identity NAME --lifeline FD [--key FILE]
 
 The process connects to the core, loads the model and runs steps, until it gets `Shutdown` or the core has ended.
+With `--identity-from FD` it first imports all that it will need, and waits there for its name.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.ipc.host.lifeline import die_with_parent
 from pagewire.ipc.host.priority import take_usual_turns
+from pagewire.ipc.join.group_key import GroupKey
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.codec import MAX_MESSAGE_BYTES, Codec
-from pagewire.ipc.wire.group_key import GroupKey
 from pagewire.ipc.wire.lora import DropAdapter, LoadAdapter
 from pagewire.ipc.wire.sockets import CurveKeys, connect_dealer, receive, send
+from pagewire.ipc.wire.tier_messages import ForgetBlocks, MoveBlocks
 from pagewire.ipc.wire.worker_messages import (
     Loading,
     Masks,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from pagewire.workers.adapters.interface import WorkerAdapters
     from pagewire.workers.run.runner import Runner
     from pagewire.workers.run.step import FinishedStep, RunningStep
+    from pagewire.workers.tiers.interface import WorkerTier
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -181,6 +184,7 @@ def serve(connection: CoreSession) -> None:
             message = connection.receive(spare=idle_work(runner.spare_work), advance=runner.load_more)
         if runner is not None:
             take_adapters(connection, runner.adapters, message)
+            take_reports(connection, runner.tier)
         if isinstance(message, WorkerConfig):
             runner = start(connection, message, listener)
             steps = Pipeline(connection, runner)
@@ -190,9 +194,13 @@ def serve(connection: CoreSession) -> None:
             steps.launch(message)
         elif steps is not None and steps.running and (message is not None or steps.reached()):
             steps.finish()
-        if isinstance(message, WorkerCall):
+        if runner is not None and isinstance(message, MoveBlocks | ForgetBlocks):
+            move_blocks(runner.tier, message)
+        elif isinstance(message, WorkerCall):
             reply(connection, runner, message)
         elif isinstance(message, Shutdown):
+            if runner is not None:
+                runner.tier.close()
             return
 
 
@@ -218,11 +226,25 @@ def take_adapters(connection: CoreSession, adapters: WorkerAdapters, message: To
         adapters.drop(message.index)
 
 
+def take_reports(connection: CoreSession, tier: WorkerTier) -> None:
+    """Report what has happened in the tier."""
+    for report in tier.take_reports():
+        connection.send(report)
+
+
+def move_blocks(tier: WorkerTier, message: MoveBlocks | ForgetBlocks) -> None:
+    """Move blocks between memory and the tier, or remove all from there."""
+    if isinstance(message, MoveBlocks):
+        tier.move(message)
+    else:
+        tier.forget()
+
+
 class Pipeline:
     """Overlaps the steps of a runner: the next is launched before the running one is finished."""
 
     def __init__(self, connection: CoreSession, runner: Runner) -> None:
-        from pagewire.workers.run.decoding import Quiet  # imports torch, as the runner has by now
+        from pagewire.workers.run.interface import Quiet  # imports torch, as the runner has by now
 
         self._connection, self._runner = connection, runner
         self._quiet = Quiet(connection.is_quiet, connection.descriptors)
@@ -272,23 +294,46 @@ def start(connection: CoreSession, config: WorkerConfig, listener: socket.socket
         sizes = expected_sizes(config)
         # Works while torch is imported here.
         ahead = WeightsAhead(config, 0 if sizes is None else sizes.panel_bytes)
-        gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and later some more
+        import_engine()
         from pagewire.workers.device.open import torch_device
+        from pagewire.workers.process.wiring import open_runner
         from pagewire.workers.ranks.open import open_collective
-        from pagewire.workers.run.runner import Runner
         from pagewire.workers.weight_cache.cached_loading import keep_in_background
 
-        gc.freeze()
-        gc.enable()
         began = time.monotonic()
         collective = open_collective(config.parallel, torch_device(config), listener)
         if collective.size > 1:
             report("meeting", time.monotonic() - began)
-        runner, ready = Runner.start(config, report, ahead, collective, connection.wake)
+        runner, ready = open_runner(config, report, ahead, collective, connection.wake)
     ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
     keep_in_background(runner.model, ahead, runner.collective)
     return runner
+
+
+def import_engine() -> None:
+    """Import what runs models; this takes seconds the first time."""
+    gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and later some more
+    import pagewire.workers.device.open
+    import pagewire.workers.process.wiring
+    import pagewire.workers.ranks.open
+    import pagewire.workers.weight_cache.cached_loading  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
+
+
+def awaited_identity(fd: int) -> str:
+    """The name of this process, once it has one.
+
+    Raises:
+        SystemExit: it will have none: the core has no use for it.
+    """
+    import_engine()
+    with os.fdopen(fd) as pipe:
+        if name := pipe.read():
+            return name
+    sys.exit(0)
 
 
 def expected_sizes(config: WorkerConfig) -> Footprint | None:
@@ -361,7 +406,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--connect", required=True, metavar="ADDRESS")
-    parser.add_argument("--identity", required=True, metavar="NAME")
+    names = parser.add_mutually_exclusive_group(required=True)
+    names.add_argument("--identity", metavar="NAME")
+    names.add_argument(
+        "--identity-from", type=int, metavar="FD", help="a pipe that says it when it is needed"
+    )
     parser.add_argument("--lifeline", required=True, type=int, metavar="FD")
     parser.add_argument("--key", metavar="FILE", help="key of the group, needed over TCP; -: standard input")
     options = parser.parse_args()
@@ -373,7 +422,8 @@ def main() -> int:
     take_usual_turns()
     logs.configure()
     key = None if options.key is None else read_key(options.key)
-    connection = CoreSession(options.connect, options.identity, None if key is None else key.worker)
+    identity = options.identity or awaited_identity(options.identity_from)
+    connection = CoreSession(options.connect, identity, None if key is None else key.worker)
     try:
         serve(connection)
     except Exception as error:

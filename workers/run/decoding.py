@@ -7,8 +7,7 @@ table of embeddings and an output layer (`route.py` has the other ways).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +29,9 @@ from pagewire.workers.media.interface import WorkerMedia
 from pagewire.workers.module.transforms import QuantisedEmbedding, ScaledEmbedding
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
-from pagewire.workers.network.module_base import ModuleHead
+from pagewire.workers.network.module_base import linear_of
 from pagewire.workers.network.network import Network
+from pagewire.workers.run.interface import Quiet
 from pagewire.workers.run.step import FinishedStep
 from pagewire.workers.sample.sampler import SamplingSlot
 
@@ -39,17 +39,6 @@ MODULE_LAYERS = "the layers run as a module of transformers"
 NO_COMPILED_STACK = "the layers have no compiled stack"
 MODULE_HEAD = "the output layer is a module"
 OTHER_KINDS = "layers, table and output layer are not of one kind"
-
-
-@dataclass(frozen=True)
-class Quiet:
-    """Whether the core wants nothing.
-
-    check: true if it does not. descriptors: at most two files; one can be read once it does, if check was called.
-    """
-
-    check: Callable[[], bool]
-    descriptors: Sequence[int]
 
 
 class KnownSlot(NamedTuple):
@@ -166,12 +155,12 @@ def open_decoder(
     states: Sequence[Tensor],
 ) -> CompiledDecoder | str:
     """The decoder of a model with caches of its layers and their states, or why it has none."""
-    network, head = model.base, model.head
+    network, head = model.network, linear_of(model.head)
     if device.asynchronous:
         return "steps are not recorded on this device"
     if reason := refusal_by_options(config):
         return reason
-    if not isinstance(network, Network):
+    if network is None:
         return MODULE_LAYERS
     if model.stage is not None or model.encodes:
         return "the model is a stage of a pipeline, or encodes"
@@ -179,7 +168,7 @@ def open_decoder(
         return NO_COMPILED_STACK
     if (begins := beginning(network)) is None:
         return "a token begins with more than rows of tables"
-    if head is None or isinstance(head, ModuleHead):
+    if head is None:
         return MODULE_HEAD
     output = head if isinstance(head, CappedOutput) else CappedOutput(head)
     of_layers = [None if place is None else caches[place.layer] for place in network.places]

@@ -18,9 +18,8 @@ from pagewire.workers.caches.kv import PAGE
 from pagewire.workers.device.interface import Device
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
-from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooler import Pooler
-from pagewire.workers.run.decoding import rows_of
+from pagewire.workers.run.decoding import MODULE_LAYERS, rows_of
 from pagewire.workers.run.pooling import PooledRow, pool_rows
 from pagewire.workers.run.step import FinishedStep
 
@@ -76,13 +75,13 @@ class Encoding:
 
 def open_encoder(device: Device, slots: Slots, model: Model) -> CompiledEncoder | str:
     """The encoder of a model, or why it has none."""
-    network = model.base
+    network = model.network
     if device.asynchronous:
         return "steps are not recorded on this device"
     if not model.encodes:
         return "the model does not encode"
-    if not isinstance(network, Network):
-        return "the layers run as a module of transformers"
+    if network is None:
+        return MODULE_LAYERS
     if slots.short_length:
         return "positions of long prompts are others"
     embedding, compiled = network.embedding, network.stack.compiled

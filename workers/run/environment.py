@@ -6,20 +6,34 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pagewire.workers.adapters.interface import WorkerAdapters
 from pagewire.workers.batch.slots import Relay, Slots
 from pagewire.workers.device.interface import Device, PendingTokens, TokenSampler
+from pagewire.workers.media.interface import WorkerMedia
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.run.extension import ExtensionClass
 from pagewire.workers.run.model import WorkerModel
-from pagewire.workers.run.parts import ModelParts
 from pagewire.workers.run.profiling import StepProfiler
 from pagewire.workers.sample.typical import TypicalAcceptance
+from pagewire.workers.speculation.interface import Drafter
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a model may have, as steps take it; what it has not is stood in for by something that does nothing."""
+
+    adapters: WorkerAdapters
+    extension: ExtensionClass
+    media: WorkerMedia
+    drafter: Drafter
 
 
 @dataclass(frozen=True)
 class StepEnvironment:
     """The model that steps run, its parts, and what they keep of sequences.
 
-    sampler: of the model's logits. collective: the operations of this rank with the others of its group.
+    sampler: of the model's logits, which logits processors get first if there are any.
+    collective: the operations of this rank with the others of its group.
     typical: accepts proposed tokens that were not drawn; None: none is accepted.
     """
 

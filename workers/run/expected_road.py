@@ -1,8 +1,4 @@
-"""How the layers of a model should run on a CPU, by its module on the meta device: no weights are read.
-
-The module is taken apart as `network/build.py` does it, up to where the values of weights decide: whether norms and
-products compute what the kernels do. There the proof has the last word (`network/proof.py`).
-"""
+"""How the layers of a model should run on a CPU, and steps that only decode (`network/expected.py`)."""
 
 from __future__ import annotations
 
@@ -12,18 +8,15 @@ from typing import Any, NamedTuple
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.kernels.cpu.library import expected_isa
+from pagewire.workers.families.routers import RouterParts
 from pagewire.workers.families.structures import LayerParts, OtherStructureError
-from pagewire.workers.module.configuration import load_config, resolve_dtype, state_layers
+from pagewire.workers.module.configuration import load_config
+from pagewire.workers.module.experts import has_limits
 from pagewire.workers.module.matrices import is_linear
-from pagewire.workers.module.text_base import base_path, without_picture_layers
-from pagewire.workers.module.transforms import tabulate_rotary
-from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.build import layers_of
-from pagewire.workers.network.build_module import module_on_meta, quantisation
-from pagewire.workers.network.loaded import ENCODER_DECODER, Road, road_summary
-from pagewire.workers.network.loading import ONE_BY_ONE
-from pagewire.workers.network.pooling_info import module_class, spec_of
+from pagewire.workers.network.expected import network_options, parts_on_meta, refuse_options
+from pagewire.workers.network.pooling_info import spec_of
 from pagewire.workers.network.proof import check_config
+from pagewire.workers.network.road import ENCODER_DECODER, Road, road_summary
 from pagewire.workers.run.decoding import (
     MODULE_HEAD,
     MODULE_LAYERS,
@@ -31,8 +24,6 @@ from pagewire.workers.run.decoding import (
     OTHER_KINDS,
     refusal_by_options,
 )
-
-NUM_POSITIONS = 1  # rows of the tables of angles: only their shape matters here
 
 
 class ExpectedRoad(NamedTuple):
@@ -61,17 +52,10 @@ def expected_road(worker_config: WorkerConfig) -> ExpectedRoad:
     spec = spec_of(worker_config)
     if getattr(config, "is_encoder_decoder", False):
         return ExpectedRoad(Road(None, ENCODER_DECODER), MODULE_LAYERS)
-    encodes = spec is not None and spec.encoder
-    if worker_config.lora is not None and (encodes or state_layers(config)):
-        return ExpectedRoad(Road(None, ONE_BY_ONE), None if spec is not None else MODULE_LAYERS)
-    quantisation(worker_config, config)  # takes its settings out of the configuration
-    dtype = resolve_dtype(worker_config, config)
-    module = module_on_meta(worker_config, config, dtype, module_class(spec))
-    base = without_picture_layers(module.get_submodule(base_path(module)))
-    tabulate_rotary(module, NUM_POSITIONS)
     try:
-        parts = layers_of(base, Weights(module), encodes=encodes)
+        module, parts = parts_on_meta(worker_config)
     except OtherStructureError as error:
+        refuse_options(config, network_options(worker_config), str(error))
         return ExpectedRoad(Road(None, str(error)), None if spec is not None else MODULE_LAYERS)
     halves = sum(len(part.halves) for part in parts)
     road = Road(halves, next((part.why for part in parts if part.halves), ""))
@@ -90,8 +74,11 @@ def refusal_by_parts(causal: Any, parts: Sequence[LayerParts]) -> str:
     """
     if not all(map(is_compiled, parts)) or len({sizes_of(part) for part in parts if part.attends}) > 1:
         return NO_COMPILED_STACK
-    behind = [child for name, child in causal.named_children() if name != causal.base_model_prefix]
-    if sum(map(is_linear, behind)) != 1:
+    names, children = zip(*causal.named_children(), strict=True)
+    beside = [child for name, child in zip(names, children, strict=True) if name != causal.base_model_prefix]
+    first = names.index(causal.base_model_prefix) + 1 if causal.base_model_prefix in names else len(names)
+    behind = [child for child in children[first:] if any(True for _ in child.parameters())]
+    if sum(map(is_linear, beside)) != 1 or not all(map(is_linear, behind)):
         return MODULE_HEAD
     return OTHER_KINDS if any(part.halves for part in parts) else ""
 
@@ -100,6 +87,10 @@ def is_compiled(part: LayerParts) -> bool:
     """True if stack.cpp has all that a layer computes."""
     ends_plain = part.input_gate is None and part.output_scale is None and part.of_sum is None
     has_plain_values = part.value_norm is None and part.value_dim is None and part.value_scale == 1.0
+    if part.limited is not None or (part.mixture is not None and has_limits(part.mixture.experts)):
+        return False
+    if part.softplus_gates or (isinstance(part.router, RouterParts) and part.router.routing.by_logits):
+        return False
     return ends_plain and has_plain_values and part.source is None and not part.values_are_keys
 
 

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ from pagewire.ipc.wire.worker_messages import StepPlan, WorkerConfig
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
-from pagewire.workers.adapters.interface import WorkerAdapters
-from pagewire.workers.adapters.recorded import RecordedRows
+from pagewire.workers.adapters.interface import ReplayedRows, WorkerAdapters
 from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.gpu_memory import RECORDED_TOKENS
 from pagewire.workers.device.interface import Device
 from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.network.network import Network
+from pagewire.workers.run.interface import RecordedShape
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -56,20 +54,6 @@ def recorded_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
-class RecordedShape(NamedTuple):
-    """What a recorded step has room for."""
-
-    num_tokens: int
-    num_requests: int
-    num_each: int
-    """The most tokens of a request."""
-
-    def has_room(self, other: RecordedShape) -> bool:
-        """True if it has room for a step of another shape."""
-        (tokens, requests, each), (most_tokens, most_requests, most_each) = other, self
-        return tokens <= most_tokens and requests <= most_requests and each <= most_each
-
-
 class StepGraphs:
     """Recorded steps of a model, one for each shape, or two where rows may have adapters.
 
@@ -87,12 +71,12 @@ class StepGraphs:
         shapes: Sequence[RecordedShape],
         max_blocks: int,
         block_size: int,
-        adapted: RecordedRows | None = None,
+        adapted: ReplayedRows | None = None,
     ) -> None:
         self._device, self._loaded, self._forward, self._adapted = device, loaded, forward, adapted
         self.shapes, self._block_size = sorted(shapes), block_size
-        base = loaded.model.base
-        self._network = base if isinstance(base, Network) else None
+        assert loaded.model.network is not None, "steps of networks alone are recorded"
+        self._network = loaded.model.network
         most = RecordedShape(*(max(numbers) for numbers in zip(*shapes, strict=True)))
         self._static = self._padding(most, max_blocks)
         self._replays: dict[tuple[RecordedShape, bool], Callable[[], Tensor]] = {}
@@ -148,8 +132,8 @@ class StepGraphs:
     def _record(self, shape: RecordedShape, batch: Batch, rows: AdapterRows | None) -> None:
         key = shape, rows is not None
         self._replays[key] = self._device.record(partial(self._forward, batch, rows))
-        if self._network is not None:  # what it keeps of layers is in the recording's memory, too
-            self._tapped[key] = self._network.tapped
+        # What it keeps of layers is in the recording's memory, too.
+        self._tapped[key] = self._network.tapped
 
     def drop_wrong(self) -> None:
         """Drop the shapes whose replays do not give other tokens the states that the model gives them.
@@ -202,7 +186,7 @@ class StepGraphs:
     def replay(self, shape: RecordedShape, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
         """Hidden states [tokens, H] of a batch that is padded to a shape. The next replay overwrites them.
 
-        adapters: the rows of the batch that have adapters, each one that `RecordedRows` can hold; None: none has.
+        adapters: the rows of the batch that have adapters, each one that `ReplayedRows` can hold; None: none has.
         """
         given, static = batch.attention, self._static.attention
         num_tokens, size, _ = shape
@@ -224,8 +208,7 @@ class StepGraphs:
             self._adapted.fill(adapters)
         key = shape, adapters is not None
         states = self._replays[key]()
-        if self._network is not None:
-            self._network.tapped = self._tapped[key]
+        self._network.tapped = self._tapped[key]
         return states
 
 

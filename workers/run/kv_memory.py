@@ -15,6 +15,11 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.speculation.interface import Drafter
 
+AHEAD_BYTES = 128 << 20
+"""Of the KV cache, that are taken from the system before a step writes there."""
+POPULATED_BYTES = 2 << 20
+"""Of one tensor, that are taken at once: a large page, which takes the system some tenths of a millisecond."""
+
 
 class KVMemory:
     """The KV caches and states of a model's layers, and the KV cache of its drafter.
@@ -24,10 +29,7 @@ class KVMemory:
     Attributes:
         caches, states: of the model's layers; empty while their memory is given back.
         block_bytes: of a KV block, the drafter's part included. state_bytes: of a state slot.
-        spare_work: optional work for idle moments, a few milliseconds with each `next`.
     """
-
-    spare_work: Iterator[None]
 
     def __init__(self, loaded: LoadedModel, block_size: int, device: Device, drafter: Drafter) -> None:
         self._block_size, self._device, self._drafter = block_size, device, drafter
@@ -36,7 +38,7 @@ class KVMemory:
         self.state_bytes = state_bytes(loaded.state_shapes)
         self.caches: list[Cache] = []
         self.states: list[Tensor] = []
-        self.spare_work = iter(())
+        self._num_populated = 0  # blocks, from the first on, whose pages were taken from the system
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -58,10 +60,23 @@ class KVMemory:
             needed = size.num_blocks * self.block_bytes + size.num_states * self.state_bytes
             raise LoadError(f"cannot allocate {needed} bytes of KV memory: {error}") from error
 
-    def populate(self) -> None:
-        """Have the memory's pages taken from the system in idle moments."""
+    def populate(self, num_used: int) -> Iterator[None]:
+        """Take the pages behind the first `num_used` blocks from the system: `AHEAD_BYTES`, a few with each `next`.
+
+        What is not used stays with the system, so that an idle worker is as small as what it has served.
+        """
         memory = memory_of([*self.caches, *self._drafter.caches])
-        self.spare_work = self._device.populate(self.states + memory)
+        num_blocks = min((len(cache) for cache in memory), default=0)
+        goal = min(num_blocks, num_used + AHEAD_BYTES // max(1, self.block_bytes))
+        largest = max((cache[:1].nbytes for cache in memory), default=1)
+        while self._num_populated < goal:
+            end = min(goal, self._num_populated + max(1, POPULATED_BYTES // largest))
+            for cache in memory:
+                if not self._device.populate(cache[self._num_populated : end]):
+                    self._num_populated = num_blocks
+                    return
+                yield
+            self._num_populated = end
 
     def zero_first_block(self) -> None:
         """Remove what steps have left there that no request has asked for."""
@@ -71,9 +86,9 @@ class KVMemory:
     def let_go(self) -> None:
         """Give the memory of the model's layers back."""
         self.caches, self.states = [], []
+        self._num_populated = 0
 
     def free(self) -> None:
         """Give all of it back; the drafter forgets every sequence."""
         self.let_go()
-        self.spare_work = iter(())
         self._drafter.free()

@@ -13,14 +13,13 @@ from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult, Way
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.workers.batch.flat_batch import Batch, build_batch
+from pagewire.workers.batch.overlay import both
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.caches.states import StepStates
 from pagewire.workers.device.interface import Event
 from pagewire.workers.device.kv_size import CacheSize
-from pagewire.workers.module.overlay import both
-from pagewire.workers.run.decoding import Quiet
 from pagewire.workers.run.environment import StepEnvironment
-from pagewire.workers.run.graphs import RecordedShape, StepGraphs
+from pagewire.workers.run.interface import Quiet, RecordedShape, RecordedSteps
 from pagewire.workers.run.kv_memory import KVMemory
 from pagewire.workers.run.route import Routes
 from pagewire.workers.run.step import FinishedStep, RunningStep
@@ -38,7 +37,7 @@ class StepLauncher:
 
     def __init__(self, env: StepEnvironment, kv: KVMemory, routes: Routes) -> None:
         self.env, self.kv, self.routes = env, kv, routes
-        self.graphs: StepGraphs | None = None
+        self.graphs: RecordedSteps | None = None
 
     # ------------------------------------------------------------ memory
 
@@ -48,10 +47,6 @@ class StepLauncher:
         Raises:
             LoadError: there is not enough.
         """
-        self._allocate(size)
-        self.kv.populate()
-
-    def _allocate(self, size: CacheSize) -> None:
         loaded = self.env.model.current
         self.kv.allocate(loaded, size)
         self.routes.use(loaded, self.kv.caches, self.kv.states)
@@ -63,7 +58,7 @@ class StepLauncher:
         Raises:
             LoadError: there is not enough.
         """
-        self._allocate(ONE_BLOCK)
+        self.allocate(ONE_BLOCK)
         try:
             yield
         finally:
@@ -95,8 +90,15 @@ class StepLauncher:
         env = self.env
         model = env.model.current.model
         env.slots.apply(plan, with_tokens=not model.is_last)
+        encoder_begin = env.device.record_event() if plan.encodes else None
         env.parts.media.apply(plan)
-        route = self.routes.of(plan, self.graphs, profiled=env.profiler.is_on)
+        step = self._routed(plan, quiet)
+        step.encoder_begin = encoder_begin
+        return step
+
+    def _routed(self, plan: StepPlan, quiet: Quiet | None) -> RunningStep | FinishedStep:
+        """Launch the model for a plan that was applied, by its route."""
+        route = self.routes.of(plan, self.graphs, profiled=self.env.profiler.is_on)
         if route.way is Way.ENCODING:
             return self.routes.encoding.run(plan)
         decoded = self.routes.decoding.run(plan, quiet) if route.way is Way.DECODING else None

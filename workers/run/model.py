@@ -1,38 +1,25 @@
-"""The model of a worker: loaded when it starts, dropped while it sleeps, and loaded again."""
+"""The model of a worker: loaded when it starts, dropped while it sleeps or gets other weights, and loaded again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pagewire.ipc.wire.worker_messages import WorkerConfig
-from pagewire.workers.adapters.interface import WorkerAdapters
-from pagewire.workers.device.interface import Device
-from pagewire.workers.network.loaded import LoadedModel, Phases
-from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.weight_cache.ahead import WeightsAhead
-from pagewire.workers.weight_cache.cached_loading import load
+from pagewire.workers.network.loaded import LoadedModel
 
 
 class WorkerModel:
     """A model whose weights can be dropped.
 
-    loaded: None while they are. adapters: each loaded model is made to ask for them.
-    ahead: reads packed weights already. phases: gets those of loading.
-
-    Raises:
-        LoadError: it cannot be loaded, or cannot have the adapters.
+    loaded: None while they are. load: loads a configuration; raises LoadError if it cannot.
+    config: what is loaded the next time.
     """
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        device: Device,
-        collective: Collective,
-        adapters: WorkerAdapters,
-        ahead: WeightsAhead,
-        phases: Phases,
+        self, loaded: LoadedModel, load: Callable[[WorkerConfig], LoadedModel], config: WorkerConfig
     ) -> None:
-        self._config, self._device, self._collective = config, device, collective
-        self._adapters = adapters
-        self.loaded: LoadedModel | None = self._load(ahead, phases)
+        self.loaded: LoadedModel | None = loaded
+        self.config, self._load = config, load
 
     @property
     def current(self) -> LoadedModel:
@@ -61,9 +48,4 @@ class WorkerModel:
             LoadError: they cannot be loaded.
         """
         if self.loaded is None:
-            self.loaded = self._load(WeightsAhead(self._config), Phases(lambda phase, seconds: None))
-
-    def _load(self, ahead: WeightsAhead, phases: Phases) -> LoadedModel:
-        loaded = load(ahead, phases, self._device, self._collective)
-        self._adapters.attach(loaded, self._collective)
-        return loaded
+            self.loaded = self._load(self.config)

@@ -142,6 +142,10 @@ class LogitsProcessors:
         """True if one applies to every sequence."""
         return any(not batch.source.name for batch in self.batches)
 
+    def over(self, sampler: TokenSampler) -> TokenSampler:
+        """A sampler that gets the logits that these have processed."""
+        return ProcessedSampler(self, sampler) if self.batches else sampler
+
     def launch(
         self, sampler: TokenSampler, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks
     ) -> PendingTokens:
@@ -157,6 +161,18 @@ class LogitsProcessors:
                 errors.update({row: (batch.source.label, error) for row, error in failed.items()})
         pending = sampler.launch(processed, slots, masks)
         return ProcessedTokens(pending, logits, slots, sorted({row for some in rows for row in some}), errors)
+
+
+@dataclass(frozen=True)
+class ProcessedSampler:
+    """Samples from processed logits; see `TokenSampler`."""
+
+    processors: LogitsProcessors
+    sampler: TokenSampler
+
+    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> PendingTokens:
+        """See `TokenSampler`."""
+        return self.processors.launch(self.sampler, logits, slots, masks)
 
 
 @dataclass(frozen=True)

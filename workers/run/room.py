@@ -11,7 +11,9 @@ from pagewire.workers.device.gpu_memory import MOST_LIKELY, may_record
 from pagewire.workers.device.interface import Device, LoadedSizes
 from pagewire.workers.device.kv_size import CacheSize, cache_size
 from pagewire.workers.errors import LoadError
-from pagewire.workers.run.graphs import RecordedShape, padding_for
+from pagewire.workers.run.decoding import MODULE_LAYERS
+from pagewire.workers.run.graphs import padding_for
+from pagewire.workers.run.interface import RecordedShape
 from pagewire.workers.run.launch import StepLauncher
 from pagewire.workers.run.trial_steps import TrialSteps
 
@@ -76,6 +78,8 @@ def records_steps(config: WorkerConfig, launcher: StepLauncher) -> bool:
 def why_not_recorded(config: WorkerConfig, launcher: StepLauncher) -> str | None:
     """Why the steps of a model cannot be recorded; None if they can. It has no KV memory then."""
     device = launcher.env.device
+    if launcher.env.model.current.model.network is None:
+        return MODULE_LAYERS
     with launcher.trial_memory():
         batch = padding_for(launcher.env.model.current, RecordedShape(1, 1, 1), 1, config.block_size, device)
         with torch.inference_mode():

@@ -13,16 +13,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pagewire.ipc.wire.worker_messages import StepPlan, Way, WorkerConfig
+from pagewire.ipc.wire.worker_messages import StepPlan, Way
 from pagewire.kernels.data.paging import Cache
 from pagewire.workers.adapters.interface import WorkerAdapters
 from pagewire.workers.batch.slots import Slots
-from pagewire.workers.device.interface import Device
 from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.run.decoding import Decoding
-from pagewire.workers.run.encoding import Encoding
-from pagewire.workers.run.graphs import RecordedShape, StepGraphs
-from pagewire.workers.run.parts import ModelParts
+from pagewire.workers.run.interface import DecodingWay, EncodingWay, RecordedShape, RecordedSteps
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -41,17 +37,11 @@ class Routes:
     """Finds the routes of a worker's steps. Each new reason for the general way is logged once, at debug level."""
 
     def __init__(
-        self, decoding: Decoding, encoding: Encoding, slots: Slots, adapters: WorkerAdapters
+        self, decoding: DecodingWay, encoding: EncodingWay, slots: Slots, adapters: WorkerAdapters
     ) -> None:
         self.decoding, self.encoding = decoding, encoding
         self._slots, self._adapters = slots, adapters
         self._reasons: set[str] = set()
-
-    @classmethod
-    def open(cls, config: WorkerConfig, device: Device, slots: Slots, parts: ModelParts) -> Routes:
-        """The routes on a device. parts: of the model."""
-        decoding = Decoding(config, device, slots, parts.media)
-        return cls(decoding, Encoding(device, slots), slots, parts.adapters)
 
     def use(self, loaded: LoadedModel, caches: Sequence[Cache], states: Sequence[Tensor]) -> None:
         """Steps run this model from now on, with these caches of its layers and their states."""
@@ -63,7 +53,7 @@ class Routes:
         self.decoding.forget()
         self.encoding.forget()
 
-    def of(self, plan: StepPlan, graphs: StepGraphs | None, *, profiled: bool) -> StepRoute:
+    def of(self, plan: StepPlan, graphs: RecordedSteps | None, *, profiled: bool) -> StepRoute:
         """The route of a plan that was applied to the slots.
 
         graphs: what is recorded; None: nothing is. profiled: a profiler looks on, which cannot see into a call.

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 from torch import Tensor
 
+from pagewire.ipc.wire.items import WeightFile
 from pagewire.ipc.wire.worker_messages import Masks, Ready, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.data.paging import Cache
 from pagewire.workers.device.interface import Event
-from pagewire.workers.device.kv_size import CacheSize, ledger
-from pagewire.workers.network.loaded import LoadedModel, Phases, road_summary
-from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.ranks.single import SingleRank
-from pagewire.workers.run.assembly import assemble
-from pagewire.workers.run.decoding import Quiet
-from pagewire.workers.run.graphs import StepGraphs
+from pagewire.workers.device.kv_size import CacheSize
+from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.network.road import road_summary
+from pagewire.workers.run.interface import Quiet, RecordedSteps
 from pagewire.workers.run.launch import StepLauncher
 from pagewire.workers.run.step import FinishedStep, RunningStep
 from pagewire.workers.run.warm_up import WarmUp
-from pagewire.workers.weight_cache.ahead import WeightsAhead
-
-logger = logging.getLogger("pagewire.worker")
+from pagewire.workers.tiers.interface import WorkerTier
 
 
 class Runner:
-    """A worker's model, for its process and for the operator's extension.
+    """A worker's model, for its process and for the operator's extension; made by `wiring.open_runner`.
 
     launcher: launches its steps. warm_up: runs the first ones. size: of the KV memory, which is taken.
+    tier: where its KV blocks are kept on disk.
 
     Attributes:
         records: its steps are recorded as graphs.
@@ -40,10 +37,17 @@ class Runner:
     """
 
     def __init__(
-        self, config: WorkerConfig, phases: Phases, launcher: StepLauncher, warm_up: WarmUp, size: CacheSize
+        self,
+        config: WorkerConfig,
+        phases: Phases,
+        launcher: StepLauncher,
+        warm_up: WarmUp,
+        size: CacheSize,
+        tier: WorkerTier,
     ) -> None:
         self.config, self.phases = config, phases
         self.launcher, self.kv, self._warm_up = launcher, launcher.kv, warm_up
+        self.tier = tier
         self.num_blocks, self.num_states = self._size = size
         self.block_bytes = launcher.kv.block_bytes
         self.records = warm_up.records
@@ -55,34 +59,6 @@ class Runner:
         self.adapters, self.media, self.drafter = parts.adapters, parts.media, parts.drafter
         self.embedding_size = 0
         self.extension = parts.extension.of(self)
-
-    @classmethod
-    def start(
-        cls,
-        config: WorkerConfig,
-        report: Callable[[str, float], None],
-        ahead: WeightsAhead | None = None,
-        collective: Collective | None = None,
-        wake: Callable[[], None] = lambda: None,
-    ) -> tuple[Runner, Ready]:
-        """Load the model, allocate the KV cache and run a first step.
-
-        report: called with the name and seconds of each phase of the start. ahead: reads packed weights already.
-        collective: of this rank's group; default: a group of one. wake: called by other threads when `adapters` has
-        messages.
-
-        Raises:
-            LoadError: the configuration cannot work; the text says why.
-        """
-        phases = Phases(report)
-        parts = assemble(config, phases, ahead or WeightsAhead(config), collective or SingleRank(), wake)
-        runner = cls(config, phases, *parts)
-        phases.end("kv")
-        runner.warm_up()
-        phases.end("warmup")
-        logger.info("memory: %s", ledger(runner.memory()))
-        logger.info("%s", runner.road)
-        return runner, runner.ready()
 
     def ready(self) -> Ready:
         """The message that describes the loaded model and its memory."""
@@ -106,6 +82,8 @@ class Runner:
             short_length=loaded.short_length,
             source=loaded.source,
             media=self.media.are_taken,
+            encoder_layers=self.media.num_layers,
+            tier=list(self.tier.take_reports()),
         )
 
     # ------------------------------------------------------------ model and memory
@@ -137,7 +115,7 @@ class Runner:
         return self.kv.states
 
     @property
-    def graphs(self) -> StepGraphs | None:
+    def graphs(self) -> RecordedSteps | None:
         """The steps that are recorded; None: none is."""
         return self.launcher.graphs
 
@@ -169,8 +147,8 @@ class Runner:
 
     @property
     def spare_work(self) -> Iterator[None]:
-        """Optional work for idle moments, a few milliseconds with each `next`."""
-        return self.kv.spare_work
+        """Optional work for idle moments, a millisecond or less with each `next`."""
+        return self.kv.populate(self.slots.num_used_blocks)
 
     def load_more(self) -> bool:
         """Go on with adapters that are being loaded; see `WorkerAdapters.advance`."""
@@ -198,6 +176,10 @@ class Runner:
         """Let go of all weights; the KV memory must be given back before."""
         self.weights.drop()
         self.drafter.unload()
+
+    def use_weights(self, files: Sequence[WeightFile]) -> None:
+        """Load the tensors of these files in place of the checkpoint's, the next time that weights are loaded."""
+        self.config = self.weights.config = msgspec.structs.replace(self.config, weights=list(files))
 
     def load_weights(self) -> None:
         """Load the weights again, if they were dropped.

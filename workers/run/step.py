@@ -48,11 +48,13 @@ class RunningStep:
     """A plan whose model work has been launched; made by `StepLauncher.launch`.
 
     errors: of rows whose media could not be encoded, by row. num_further: steps of the plan that are left.
+    encoder_begin: the event before media were encoded; None: the plan encodes none.
     """
 
     def __init__(self, env: StepEnvironment, plan: StepPlan, begin: Event, way: Way) -> None:
         self._env, self.plan, self._begin, self._way = env, plan, begin, way
         self._end = begin
+        self.encoder_begin: Event | None = None
         self.errors: Mapping[int, str] = {}
         self._sampled: PendingTokens | None = None
         self._passed_on = False
@@ -114,7 +116,7 @@ class RunningStep:
         with env.profiler.span("masks"):
             allowed = TokenMasks.of(masks() if self.plan.masked else None).widened(logits.shape[1])
         with env.profiler.span("sample"):
-            self._sampled = env.parts.processors.launch(env.sampler, logits, self._states(), allowed)
+            self._sampled = env.sampler.launch(logits, self._states(), allowed)
             env.keep_tokens(batch.sample_slots, self._sampled)
         self._end = env.device.record_event()
 
@@ -142,11 +144,9 @@ class RunningStep:
             self._draft(result)
         if rows:
             for i, error in self.errors.items():
-                result.rows[i] = RowResult(error=error)
+                result.rows[i] = RowResult(error=error, is_spoiled=True)
         self._end.wait()
-        result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
-        if since is not None:
-            result.idle_us = max(0, int(self._begin.seconds_since(since) * 1e6))
+        set_times(result, self._begin, self._end, since, self.encoder_begin)
         return result
 
     @property
@@ -234,6 +234,7 @@ class FinishedStep:
     result: StepResult
     begin: Event
     end: Event
+    encoder_begin: Event | None = None
     num_further = 0
 
     def reached(self) -> bool:
@@ -245,10 +246,21 @@ class FinishedStep:
 
     def finish(self, since: Event | None = None) -> StepResult:
         """See `RunningStep.finish`."""
-        self.result.busy_us = int(self.end.seconds_since(self.begin) * 1e6)
-        if since is not None:
-            self.result.idle_us = max(0, int(self.begin.seconds_since(since) * 1e6))
+        set_times(self.result, self.begin, self.end, since, self.encoder_begin)
         return self.result
+
+
+def set_times(
+    result: StepResult, begin: Event, end: Event, since: Event | None, encoder_begin: Event | None
+) -> None:
+    """Say in a result how long its step has taken. since: the end of the previous step; None: it is not known."""
+    result.busy_us = int(end.seconds_since(begin) * 1e6)
+    first = begin
+    if encoder_begin is not None:
+        first = encoder_begin
+        result.encode_us = int(begin.seconds_since(encoder_begin) * 1e6)
+    if since is not None:
+        result.idle_us = max(0, int(first.seconds_since(since) * 1e6))
 
 
 def candidate(row: Row, sample: int, rule: TypicalAcceptance | None) -> Candidate | None:

@@ -1,22 +1,18 @@
-"""Steps that no request has asked for: they warm a model up, and find what it takes and what memory it needs."""
+"""Steps that no request has asked for: they warm a model up, and find what memory it needs."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
-from pagewire.ipc.wire.codec import Tensor as PlainTensor
-from pagewire.ipc.wire.items import Media, Task
+from pagewire.ipc.wire.items import Task
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.ranks.interface import Collective
-
-logger = logging.getLogger("pagewire.worker")
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -32,10 +28,10 @@ class TrialSteps:
     ) -> None:
         self._step, self._config, self._loaded = step, config, loaded
 
-    def run(self, lengths: Sequence[int], params: SamplingParams, media: Sequence[Media] = ()) -> None:
+    def run(self, lengths: Sequence[int], params: SamplingParams) -> None:
         """Run prompts of these lengths in one step.
 
-        params: of a model that generates; one that pools makes its default results. media: of each prompt.
+        params: of a model that generates; one that pools makes its default results.
         """
         size, pooler = self._config.block_size, self._loaded.pooler
         task: Task = params if pooler is None else PoolingParams(task=pooler.info.tasks[0])
@@ -44,7 +40,7 @@ class TrialSteps:
         for slot, length in enumerate(lengths):
             blocks = [0] * -(-length // size)
             inits.append(SlotInit(slot, [0] * length, length, blocks, task, 0))
-            row = Row(slot, 0, length, num_samples=samples, pool=not samples, num_drafts=1, media=list(media))
+            row = Row(slot, 0, length, num_samples=samples, pool=not samples, num_drafts=1)
             row.states = [(length, 0)] if self._loaded.state_shapes else []
             rows.append(row)
         self._step(StepPlan(-1, rows, inits))
@@ -61,17 +57,6 @@ class TrialSteps:
         params = SamplingParams(top_k=2, top_p=0.5, logprobs=num_most_likely)
         self.run(prompts, params)
         self.run([1] * min(config.max_num_seqs, config.max_num_batched_tokens), params)
-
-    def take_embeddings(self, size: int) -> bool:
-        """True if the model takes an embedding of this size in the place of a token's."""
-        data = PlainTensor("float32", (1, size), bytes(4 * size))
-        try:
-            self.run([1], GREEDY, [Media(0, 1, b"", data, True)])
-        except RuntimeError as error:
-            logger.info("prompts of embeddings are not taken: %s", error)
-            self._step(StepPlan(-1, [], [], [0]))
-            return False
-        return True
 
 
 def of_first_stage(number: int, collective: Collective, device: Device) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pagewire.ipc.wire.worker_messages import WorkerConfig
-from pagewire.workers.run.graphs import StepGraphs
+from pagewire.workers.run.interface import RecordedSteps
 from pagewire.workers.run.launch import StepLauncher
 from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 
@@ -11,11 +13,21 @@ from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 class WarmUp:
     """Runs steps once the memory for KV blocks is there: after the start, and after each sleep.
 
-    records: steps are recorded as graphs.
+    record: records steps as graphs, or returns None where they compute something else; None: nothing is recorded.
     """
 
-    def __init__(self, config: WorkerConfig, launcher: StepLauncher, *, records: bool) -> None:
-        self._config, self._launcher, self.records = config, launcher, records
+    def __init__(
+        self,
+        config: WorkerConfig,
+        launcher: StepLauncher,
+        record: Callable[[], RecordedSteps | None] | None,
+    ) -> None:
+        self._config, self._launcher, self._record = config, launcher, record
+
+    @property
+    def records(self) -> bool:
+        """True if steps are recorded as graphs."""
+        return self._record is not None
 
     def run(self) -> int:
         """Run a token, and record graphs. Writes nowhere that matters.
@@ -24,15 +36,9 @@ class WarmUp:
         """
         launcher, env = self._launcher, self._launcher.env
         loaded = env.model.current
-        trials = TrialSteps(launcher.run, self._config, loaded)
-        trials.run([1], GREEDY)
-        # The first stage has the embedding. All ranks of a group try together whether others are taken.
-        size = of_first_stage(loaded.model.embedding_size, env.collective, env.device)
-        size = size if size and trials.take_embeddings(size) else 0
-        size = of_first_stage(size, env.collective, env.device)
-        if self.records:
-            launcher.graphs = StepGraphs.recorded(
-                self._config, env.device, loaded, launcher.forward, env.parts.adapters
-            )
+        TrialSteps(launcher.run, self._config, loaded).run([1], GREEDY)
+        size = of_first_stage(loaded.model.base.embedding_size, env.collective, env.device)
+        if self._record is not None:
+            launcher.graphs = self._record()
         launcher.kv.zero_first_block()
         return size

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pagewire.ipc.wire.sources import SOUND, TEXT, SourceInfo, Spectrum
 from pagewire.ipc.wire.worker_messages import WorkerConfig
-from pagewire.workers.caches.sources import Features, SlotSource
+from pagewire.workers.caches.slot_source import SlotSource
+from pagewire.workers.caches.sources import EncodedSource, Features
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import resolve_max_model_len
 from pagewire.workers.module.refusals import refuse
@@ -85,8 +86,8 @@ def sound_features(worker_config: WorkerConfig, config: Any) -> tuple[Features, 
         else WhisperFeatureExtractor(feature_size=config.num_mel_bins)
     )
 
-    def features(source: SlotSource) -> Tensor:
-        assert source.sound is not None, "the source is a sound"
+    def features(source: EncodedSource) -> Tensor:
+        assert isinstance(source, SlotSource) and source.sound is not None, "the source is a sound"
         samples = torch.frombuffer(bytearray(source.sound.data), dtype=torch.float32)
         if source.excerpt is not None:
             return excerpt_features(samples, source.excerpt, extractor)

@@ -100,12 +100,8 @@ class Eagle3:
         """See `Drafter.load`. The model's network keeps the states that the head takes from then on."""
         if self._parts is not None:
             return
-        base = target.model.base
-        if not isinstance(base, Network):
-            raise LoadError(
-                f"an EAGLE-3 head needs a model whose layers run in one call, and those of {target.architecture} "
-                "run one by one: take a draft model (method 'draft_model')"
-            )
+        base = target.model.network
+        assert base is not None, "drafters of the worker are for networks"
         size = base.stack.hidden_size
         layer = read_layer(
             self._config,

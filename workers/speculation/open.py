@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.batch.slots import Slots
@@ -140,6 +140,9 @@ def draft_config(
         convert="auto",
         pooler_config=None,
         speculative=None,
+        lora=None,
+        media=False,
+        weights=[],
     )
 
 

@@ -43,6 +43,12 @@ class Axes:
         elements = torch.arange(table.shape[1], device=table.device)
         return table[self.positions.index_select(0, self.of_element).T, elements]
 
+    @property
+    def halved(self) -> Axes:
+        """Those for tables with equal halves, in place of tables whose neighbours are equal."""
+        even = self.of_element[::2]
+        return Axes(self.positions, torch.cat([even, even]))
+
 
 @dataclass(frozen=True, slots=True)
 class Overlay:

@@ -31,6 +31,7 @@ from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.latents import LatentHeads
 from pagewire.kernels.data.layer import (
     Activation,
+    DividedNorm,
     Experts,
     HeadNormForm,
     Indexer,
@@ -38,6 +39,7 @@ from pagewire.kernels.data.layer import (
     Latents,
     Layer,
     LayerNorm,
+    LimitedGate,
     Mixture,
     Norm,
     Router,
@@ -61,14 +63,13 @@ from pagewire.kernels.stack import Stack
 from pagewire.workers.adapters.embedding import AdaptedEmbedding
 from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.module.parallel_layers import DividedEmbedding, Gather, GatheredLinear
-from pagewire.workers.module.shards import Axis, Cut
 from pagewire.workers.module.transforms import QuantisedEmbedding, ScaledEmbedding
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
-from pagewire.workers.network.module_base import Dense
-from pagewire.workers.network.network import Embeddings, KVPlace, LayerInputs, Network
-from pagewire.workers.network.pooler import Pooler
+from pagewire.workers.network.network import Embeddings, KVPlace, LayerInputs, ModuleRows, Network
+from pagewire.workers.network.pooler import Dense, Pooler
 from pagewire.workers.network.pooling_spec import PoolingSpec, TokenHead
+from pagewire.workers.ranks.cut import Axis, Cut
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.stages import Stage
 from pagewire.workers.weight_cache.file import DamagedError, PackedFile, StoredTensor, bytes_of
@@ -114,6 +115,7 @@ STORED = (
     Convolution,
     Cut,
     Dense,
+    DividedNorm,
     Embeddings,
     ExpertGroups,
     Experts,
@@ -128,10 +130,12 @@ STORED = (
     Layer,
     LayerInputs,
     LayerNorm,
+    LimitedGate,
     LoadedModel,
     LogitTerms,
     Mixture,
     Model,
+    ModuleRows,
     Network,
     Norm,
     OutputGate,

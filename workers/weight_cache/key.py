@@ -17,7 +17,7 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from pagewire import kernels, workers
 from pagewire.ipc import families
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.families.registry import FAMILIES
-from pagewire.ipc.files.hub import read_configs, read_foreign
+from pagewire.ipc.files.model_configs import read_configs, read_foreign
 from pagewire.ipc.models.registrations import model_path
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu import library
@@ -38,6 +38,7 @@ logger = logging.getLogger("pagewire.worker")
 
 FORMAT = 1
 SAMPLES, SAMPLE_BYTES = 32, 4096
+READ_BYTES = 1 << 20  # at once
 PACKAGES = ("torch", "transformers")
 """Their code makes what is kept beside the weights: tables of angles, the structure of the layers."""
 KEY_CHARACTERS = 40
@@ -61,9 +62,14 @@ LIMITS = frozenset(
         "lora",
         "logits_processors",
         "worker_extension",
+        "tier",
+        "weights",
     )
 )
-"""The fields of `WorkerConfig` that a loaded model does not depend on. A new field counts until it stands here."""
+"""The fields of `WorkerConfig` that a loaded model does not depend on. A new field counts until it stands here.
+
+Weights that replace the checkpoint's are never kept, and the names of KV blocks say of which weights these are.
+"""
 MODULE_FILES = "*_*/*"  # of sentence-transformers' modules, such as 1_Pooling/config.json
 SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}(?=\.\w+$)")
 
@@ -79,28 +85,55 @@ def key_of(config: WorkerConfig, isa: str | None = None) -> str | None:
     if (reason := reason_against(config)) is not None:
         logger.debug("packed weights are not kept: %s", reason)
         return None
-    if isa is None:
-        compiled = library.choose()
-        isa = REFERENCE if compiled is None else compiled.isa.name
+    isa = isa or chosen_isa()
     if isa == REFERENCE:
         logger.debug("packed weights are not kept: there are no compiled kernels")
         return None
+    return fingerprint(config, isa)[:KEY_CHARACTERS]
+
+
+def chosen_isa() -> str:
+    """The instruction set of the kernels that run here, which may compile them; `REFERENCE` if there are none.
+
+    Raises:
+        ValueError: `PAGEWIRE_CPU_ISA` names no instruction set of this CPU.
+    """
+    compiled = library.choose()
+    return REFERENCE if compiled is None else compiled.isa.name
+
+
+def fingerprint(config: WorkerConfig, isa: str, describe: Callable[[Path], list[Any]] | None = None) -> str:
+    """A hash of all that a loaded model depends on: files, settings, code, versions and instruction set.
+
+    describe: what says which file one is (`described` on this machine, `contents` on any).
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    describe = describe or described
     parts = [
         FORMAT,
         platform.machine(),
         isa,
         code_digest(),
         versions(),
-        settings(config),
+        settings(config, describe),
         *(describe(path) for path in checkpoint_files(Path(config.model_path))),
     ]
-    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()[:KEY_CHARACTERS]
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
 
 
 def reason_against(config: WorkerConfig) -> str | None:
     """Why the weights of a configuration are not kept; None if they are."""
     if not config.weight_cache:
         return "the option weight_cache is off"
+    if config.weights:
+        return "they replace those of the checkpoint"
+    return reason_unknown(config)
+
+
+def reason_unknown(config: WorkerConfig) -> str | None:
+    """Why `fingerprint` does not say all that a model depends on; None if it does."""
     if config.load_format == "dummy":
         return "they are random"
     if config.trust_remote_code:
@@ -142,7 +175,7 @@ def versions() -> list[str]:
     return found
 
 
-def settings(config: WorkerConfig) -> list[Any]:
+def settings(config: WorkerConfig, describe: Callable[[Path], list[Any]]) -> list[Any]:
     """All that a configuration says of the model, with the files that it names beside the checkpoint."""
     # Field by field: which ones msgspec omits as defaults depends on whether the message has been sent.
     fields = {name: getattr(config, name) for name in config.__struct_fields__ if name not in LIMITS}
@@ -167,8 +200,8 @@ def checkpoint_files(path: Path) -> Iterator[Path]:
     yield from sorted(child for child in path.parent.iterdir() if SPLIT_FILE.sub("", child.name) == whole)
 
 
-def describe(path: Path) -> list[Any]:
-    """What tells a file from any other, and from itself with other content.
+def described(path: Path) -> list[Any]:
+    """What tells a file from any other on this machine, and from itself with other content.
 
     Raises:
         OSError: it cannot be read.
@@ -183,3 +216,19 @@ def describe(path: Path) -> list[Any]:
             samples.update(os.pread(file.fileno(), SAMPLE_BYTES, last * index // (SAMPLES - 1)))
     times = [info.st_mtime_ns, info.st_ctime_ns]
     return [path.name, info.st_size, info.st_dev, info.st_ino, *times, samples.digest()]
+
+
+def contents(path: Path) -> list[Any]:
+    """A file by its name and all of its bytes, so that a copy is the same one. Reads it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            return [path.name]
+        digest = hashlib.sha256()
+        while part := file.read(READ_BYTES):
+            digest.update(part)
+        return [path.name, info.st_size, digest.digest()]

@@ -14,9 +14,9 @@ from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.join import JoinLauncher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.host.ports import first_port
+from pagewire.ipc.join.group_key import default_key_file
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.options.ray_cluster import PLACEMENT_GROUP
-from pagewire.ipc.wire.group_key import default_key_file
 
 DEFAULT_PORT = 5710
 GPUS = Path("/proc/driver/nvidia/gpus")

@@ -60,5 +60,11 @@ class Launcher(Protocol):
             OSError, MemoryError: it cannot be started now.
         """
 
+    def start_ahead(self, rank: int, address: str) -> None:
+        """Have a process ready that the next `start` of this rank can use, where that is possible. Never fails."""
+
+    def end_ahead(self) -> None:
+        """End the processes that were started ahead, if there are any."""
+
     def close(self) -> None:
         """Close the listener and all else that is open. No process runs any more."""

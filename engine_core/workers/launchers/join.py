@@ -26,11 +26,8 @@ from pagewire.engine_core.workers.launchers.listener import WorkerListener, admi
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.host.gate import Gate
-from pagewire.ipc.quoting import MAX_QUOTED, shortened
-from pagewire.ipc.version import __version__
-from pagewire.ipc.wire.codec import Codec
-from pagewire.ipc.wire.group_key import GroupKey
-from pagewire.ipc.wire.join_messages import (
+from pagewire.ipc.join.group_key import GroupKey
+from pagewire.ipc.join.join_messages import (
     ANY_RANK,
     Alive,
     Dismissed,
@@ -43,6 +40,9 @@ from pagewire.ipc.wire.join_messages import (
     Started,
     StartWorker,
 )
+from pagewire.ipc.quoting import MAX_QUOTED, shortened
+from pagewire.ipc.version import __version__
+from pagewire.ipc.wire.codec import Codec
 from pagewire.ipc.wire.messages import PROTOCOL
 from pagewire.ipc.wire.sockets import bind_router, receive, send
 
@@ -127,6 +127,12 @@ class JoinLauncher:
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # the pipe is full, so the thread wakes up anyway
             os.write(self._wake_write_fd, b"x")
+
+    def start_ahead(self, rank: int, address: str) -> None:
+        """Nothing: agents start processes when their rank is lost."""
+
+    def end_ahead(self) -> None:
+        """Nothing: none is started ahead."""
 
     def close(self) -> None:
         """Dismiss the agents, and close the sockets."""

@@ -10,7 +10,7 @@ import zmq
 from pagewire.ipc.host.address_lock import AddressLock
 from pagewire.ipc.host.gate import Admit, Peer
 from pagewire.ipc.host.ports import LAST_PORT, first_port
-from pagewire.ipc.wire.group_key import GroupKey
+from pagewire.ipc.join.group_key import GroupKey
 from pagewire.ipc.wire.sockets import bind_router, private_address
 
 

@@ -22,9 +22,9 @@ from pagewire.engine_core.workers.launchers.listener import WorkerListener, admi
 from pagewire.engine_core.workers.launchers.ray_host import WorkerHost
 from pagewire.ipc.host.gate import Gate
 from pagewire.ipc.host.lifeline import exit_cause
+from pagewire.ipc.join.group_key import GroupKey
 from pagewire.ipc.options import ray_cluster
 from pagewire.ipc.options.engine_args import EngineArgs
-from pagewire.ipc.wire.group_key import GroupKey
 
 logger = logging.getLogger("pagewire.core")
 
@@ -217,6 +217,12 @@ class RayLauncher:
         follower = RayFollower(self._ray, self._actors, rank, identity, *arguments)
         self._followers = [*(other for other in self._followers if other.running), follower]
         return follower.process
+
+    def start_ahead(self, rank: int, address: str) -> None:
+        """Nothing: the cluster's resources are those of running workers."""
+
+    def end_ahead(self) -> None:
+        """Nothing: none is started ahead."""
 
     def close(self) -> None:
         """End the actors, close the socket, and disconnect from the cluster."""

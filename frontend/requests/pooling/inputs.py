@@ -5,30 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.embeds import check_embeds_params
 from pagewire.frontend.requests.inputs import Intake, Prepared, check_keys, check_place, salt_of
 from pagewire.frontend.requests.lora import UsedAdapter
 from pagewire.frontend.requests.pooling.text import encode
+from pagewire.frontend.requests.retention import refuse_retention
 from pagewire.frontend.text.length import ContextLengthError
+from pagewire.frontend.text.prompts import TextPair
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import unknown_name
+from pagewire.ipc.errors import FieldTypeError, FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.pooling import PoolingInfo, PoolingParams
 
 TOKEN_TYPES = "token_type_ids"
-
-
-class TextPair(msgspec.Struct, frozen=True):
-    """Two texts that a cross-encoder scores together."""
-
-    first: str
-    second: str
-    cache_salt: str | None = None
 
 
 def pooling_info(info: EngineInfo) -> PoolingInfo:
@@ -74,10 +67,12 @@ def completed(params: PoolingParams | None, info: EngineInfo, task: str | None =
     if params is None:
         params = PoolingParams()
     elif not isinstance(params, PoolingParams):
-        raise TypeError(f"pooling_params must be PoolingParams, got {type(params).__name__}")
+        raise FieldTypeError("pooling_params", f"must be PoolingParams, got {type(params).__name__}")
     params = params.clone()
     if task is not None and params.task not in (None, task):
-        raise ValueError(f"task={params.task!r} of the parameters is not the task {task!r} of the call")
+        raise FieldValueError(
+            "task", f"={params.task!r} of the parameters is not the task {task!r} of the call"
+        )
     name = task or params.task
     if name == "reward" and params.activation is None:
         params.activation = pooling.rewards_activated
@@ -85,9 +80,9 @@ def completed(params: PoolingParams | None, info: EngineInfo, task: str | None =
     params.all_tokens = pooling.needs_all_tokens(params.task)
     keep = params.truncate_prompt_tokens
     if keep is not None and keep > info.max_model_len:
-        raise ValueError(
-            f"truncate_prompt_tokens={keep} is over this model's maximum context length "
-            f"of {info.max_model_len} tokens"
+        raise FieldValueError(
+            "truncate_prompt_tokens",
+            f"={keep} is over this model's maximum context length of {info.max_model_len} tokens",
         )
     if params.prompt_name is not None and params.prompt_name not in pooling.prompts:
         raise ValueError(
@@ -116,8 +111,8 @@ def params_of(
     if params is None or isinstance(params, PoolingParams):
         return [complete(params, info, task, truncate_prompt_tokens)] * num_prompts
     if not isinstance(params, Sequence):
-        raise TypeError(
-            f"pooling_params must be PoolingParams or a list of them, got {type(params).__name__}"
+        raise FieldTypeError(
+            "pooling_params", f"must be PoolingParams or a list of them, got {type(params).__name__}"
         )
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} pooling parameters")
@@ -131,7 +126,7 @@ def complete(
     if truncate_prompt_tokens is not None:
         params = PoolingParams() if params is None else params
         if not isinstance(params, PoolingParams):
-            raise TypeError(f"pooling_params must be PoolingParams, got {type(params).__name__}")
+            raise FieldTypeError("pooling_params", f"must be PoolingParams, got {type(params).__name__}")
         if params.truncate_prompt_tokens is None:
             params = params.clone()
             params.truncate_prompt_tokens = truncate_prompt_tokens
@@ -186,6 +181,7 @@ def _content(
     keep = info.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
     if has_media(prompt):
         raise ValueError("models that pool take no pictures or sounds: give text, token ids or embeddings")
+    refuse_retention(prompt, "models that pool")
     if (embeds := intake.embeds(prompt)) is not None:
         refuse_prompt_name(params, "embeddings")
         check_embeds_params(None, keep)
@@ -221,23 +217,25 @@ def second_segment(types: Any, num_tokens: int, pooling: PoolingInfo) -> int:
         ValueError: they are not those of one text or of two, or the model has no types. TypeError: no list.
     """
     if not isinstance(types, list):
-        raise TypeError(f"{TOKEN_TYPES} must be a list of 0 and 1, got {quoted(types)}")
+        raise FieldTypeError(TOKEN_TYPES, f"must be a list of 0 and 1, got {quoted(types)}")
     first: int = sum(kind == 0 for kind in types)
     if len(types) != num_tokens:
-        raise ValueError(f"{TOKEN_TYPES} has {len(types)} entries, but the prompt {num_tokens} tokens")
+        raise FieldValueError(TOKEN_TYPES, f"has {len(types)} entries, but the prompt {num_tokens} tokens")
     if not first or types != [0] * first + [1] * (num_tokens - first):
-        raise ValueError(
-            f"{TOKEN_TYPES} must be 0 for a first text, and then 1 for a second, got {quoted(types)}"
+        raise FieldValueError(
+            TOKEN_TYPES, f"must be 0 for a first text, and then 1 for a second, got {quoted(types)}"
         )
     if first < num_tokens and not pooling.token_types:
-        raise ValueError(f"{TOKEN_TYPES}: this model has no token types")
+        raise FieldValueError(TOKEN_TYPES, ": this model has no token types")
     return first % num_tokens
 
 
 def refuse_prompt_name(params: PoolingParams, what: str) -> None:
     """Refuse a name of a prompt with what no prompt is put before; raises ValueError."""
     if params.prompt_name is not None:
-        raise ValueError(f"prompt_name={params.prompt_name!r} is put before a text, not before {what}")
+        raise FieldValueError(
+            "prompt_name", f"={params.prompt_name!r} is put before a text, not before {what}"
+        )
 
 
 def _encode(

@@ -89,6 +89,7 @@ class PoolingRequestOutput(Generic[T]):
         prompt_token_ids: the tokens that were computed; of a score by two embeddings, those of both texts.
         finished: always True. num_cached_tokens: prompt tokens whose KV was in the prefix cache.
         metrics: times of the request; None of a score by two embeddings.
+        weights_version: of the weights that gave it; empty: those that the engine has started with.
     """
 
     request_id: str
@@ -97,6 +98,7 @@ class PoolingRequestOutput(Generic[T]):
     finished: bool = True
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    weights_version: str = ""
 
     @property
     def id(self) -> str:
@@ -106,7 +108,13 @@ class PoolingRequestOutput(Generic[T]):
     def become(self, kind: type[PoolingRequestOutput[Any]], outputs: Any) -> Any:
         """The same request's result as another kind of output."""
         return kind(
-            self.request_id, outputs, self.prompt_token_ids, True, self.num_cached_tokens, self.metrics
+            self.request_id,
+            outputs,
+            self.prompt_token_ids,
+            True,
+            self.num_cached_tokens,
+            self.metrics,
+            self.weights_version,
         )
 
 

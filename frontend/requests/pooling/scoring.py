@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagewire.frontend.requests.inputs import prompts_of
-from pagewire.frontend.requests.pooling.inputs import TextPair, pooling_info
+from pagewire.frontend.requests.pooling.inputs import pooling_info
 from pagewire.frontend.requests.pooling.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
+from pagewire.frontend.text.prompts import TextPair
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.pooling import PoolingInfo

@@ -20,6 +20,7 @@ class PooledState(RequestState):
         self._tensor: Tensor | None = None
         self._reason: str | None = None
         self._taken = False
+        self._weights_version = ""
 
     @property
     def num_outputs(self) -> int:
@@ -47,10 +48,12 @@ class PooledState(RequestState):
             return False
         if delta.num_cached_tokens is not None:
             self._num_cached_tokens = delta.num_cached_tokens
+        if delta.weights:
+            self._weights_version = delta.weights[-1][1]
         if delta.pooled is not None:  # a copy, since the message may hold a thousand others
             self._tensor = Tensor(delta.pooled.dtype, delta.pooled.shape, bytes(delta.pooled.data))
         if delta.error is not None:
-            self.error, self.error_type = delta.error, delta.error_type
+            self.error, self.error_type, self.error_place = delta.error, delta.error_type, delta.error_place
         if delta.finish_reason is not None or delta.error is not None:
             self._reason, self._num_live = delta.finish_reason or "error", 0
         self._clock(delta.timing)
@@ -81,4 +84,5 @@ class PooledState(RequestState):
             self.request.prompt.token_ids,
             num_cached_tokens=self._num_cached_tokens or 0,
             metrics=self.metrics,
+            weights_version=self._weights_version,
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pagewire.frontend.text.length import CUT_TOKENS, encode_within
+from pagewire.frontend.text.length import CUT_TOKENS, check_length
 from pagewire.frontend.text.tokenizer import FastTokenizer, Tokenizer
+from pagewire.ipc.errors import FieldValueError
 
 CHARS_PER_TOKEN = (
     8  # of the first part of a text that is tokenized to have enough tokens; doubled if it has not
@@ -31,10 +32,10 @@ def encode(
         ContextLengthError: nothing is cut, and a text is clearly too long. ValueError: `keep` leaves no room.
     """
     if keep is None:
-        if second is None:
-            return Encoded(encode_within(tokenizer, first, max_model_len), 0)
         for text in (first, second):
-            encode_within(tokenizer, text, max_model_len)  # refuses what is far too long
+            check_length(tokenizer, text or "", max_model_len)
+        if second is None:
+            return Encoded(tokenizer.encode(first), 0)
     else:
         first = beginning(tokenizer, first, keep)
         second = None if second is None else beginning(tokenizer, second, keep)
@@ -61,7 +62,9 @@ def _encode_fast(tokenizer: Any, first: str, second: str | None, keep: int | Non
     if keep is not None:
         room = keep - tokenizer.num_special_tokens_to_add(second is not None)
         if room < 1:
-            raise ValueError(f"truncate_prompt_tokens={keep} leaves no room beside the special tokens")
+            raise FieldValueError(
+                "truncate_prompt_tokens", f"={keep} leaves no room beside the special tokens"
+            )
         for part, count in zip(parts, shares([len(part.ids) for part in parts], room), strict=True):
             part.truncate(count)
     whole = tokenizer.post_process(*parts, add_special_tokens=True)

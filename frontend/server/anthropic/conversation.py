@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from pagewire.frontend.media.items import MediaItem
+from pagewire.frontend.client import MediaItem
 from pagewire.frontend.server.anthropic.protocol import (
+    ContentSource,
     CountTokensRequest,
+    DocumentBlock,
     ImageBlock,
     InputBlock,
     MessagesRequest,
     MessageToolChoice,
     OutputConfig,
     RedactedThinkingBlock,
+    SearchResultBlock,
     TextBlock,
+    TextSource,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
     UrlSource,
 )
+from pagewire.frontend.server.anthropic.tools import tools_of
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
+from pagewire.frontend.server.openai.reminders import has_begun, reminder
 from pagewire.frontend.server.openai.size import too_many
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_PARTS
 
 SAME_NAME = ("temperature", "top_p", "top_k", "stream", "seed", "priority", "cache_salt")
+GIVEN: dict[str, type[InputBlock]] = {
+    "text": TextBlock,
+    "image": ImageBlock,
+    "document": DocumentBlock,
+    "search_result": SearchResultBlock,
+}
 KINDS: dict[str, dict[str, type[InputBlock]]] = {  # of blocks, by role
-    "user": {"text": TextBlock, "image": ImageBlock, "tool_result": ToolResultBlock},
-    "tool": {"text": TextBlock, "image": ImageBlock},
+    "user": {**GIVEN, "tool_result": ToolResultBlock},
+    "tool": {**GIVEN, "tool_reference": ToolReferenceBlock},
     "assistant": {
         "text": TextBlock,
         "thinking": ThinkingBlock,
@@ -42,9 +56,11 @@ KINDS: dict[str, dict[str, type[InputBlock]]] = {  # of blocks, by role
     "system": {"text": TextBlock},
 }
 ROLES = ("user", "assistant", "system")
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-TOOL_FIELDS = ("name", "description", "strict")  # as they are in chat completions
-SILENT_TOOL_FIELDS = {"type", "input_schema", "cache_control", *TOOL_FIELDS}
+# What Anthropic's servers did. It is nothing that the model could read.
+HOSTED_BLOCKS = re.compile(
+    r"server_tool_use|mcp_tool_use|mcp_tool_result|container_upload|"
+    r"(web_search|web_fetch|(bash_|text_editor_)?code_execution|tool_search|advisor)_tool_result|compaction"
+)
 NO_BUDGET = (
     "thinking.budget_tokens has no effect: this server knows no format of reasoning for the model, or the mark "
     "that ends it is several tokens"
@@ -53,18 +69,21 @@ NO_BUDGET = (
 JSON = dict[str, Any]
 
 
-def chat_request(request: CountTokensRequest, reasons: bool, limits: bool = False) -> ChatRequest:
+def chat_request(
+    request: CountTokensRequest, reasons: bool, limits: bool = False, strict_tools: bool = False
+) -> ChatRequest:
     """Convert a request to one for a chat completion.
 
     reasons: the server tells reasoning from answers, so the model may be one that reasons. limits: and can end it.
+    strict_tools: refuse tools that Anthropic's servers run.
 
     Raises:
         APIError: a message, block, tool or field is malformed or not supported.
     """
     messages = messages_of(request)
     config = request.output_config or OutputConfig()
-    tools = [tool_of(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
     choice = request.tool_choice or MessageToolChoice("auto")
+    tools, chosen = tools_of(request.tools or (), choice, strict_tools)
     fields: JSON = {}
     if isinstance(request, MessagesRequest):
         fields = {name: getattr(request, name) for name in SAME_NAME}
@@ -74,7 +93,7 @@ def chat_request(request: CountTokensRequest, reasons: bool, limits: bool = Fals
         model=request.model,
         messages=messages,
         tools=tools or None,
-        tool_choice=choice_of(choice) if tools or choice.type in ("any", "tool") else None,
+        tool_choice=chosen,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         continue_final_message=messages[-1]["role"] == "assistant",
         reasoning_effort=config.effort,
@@ -128,6 +147,9 @@ def messages_of(request: CountTokensRequest) -> list[JSON]:
         blocks = read_blocks(turn.get("content"), f"{place}.content", role)
         if role == "assistant":
             add(messages, assistant_message(blocks))
+            continue
+        if role == "system" and has_begun(messages):
+            add(messages, {"role": "user", "content": reminder(parts_of(blocks, f"{place}.content"))})
             continue
         for number, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
@@ -207,7 +229,20 @@ def read_blocks(content: Any, place: str, role: str) -> list[InputBlock]:
         return [TextBlock(content)]
     if not isinstance(content, list):
         raise bad(f"{place} must be text or a list of blocks")
-    return [read_block(block, f"{place}[{index}]", role) for index, block in enumerate(content)]
+    return [
+        read_block(block, f"{place}[{index}]", role)
+        for index, block in enumerate(content)
+        if not is_left_out(block)
+    ]
+
+
+def is_left_out(block: Any) -> bool:
+    """Return True, with a warning, for a block of a tool on Anthropic's servers."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or not HOSTED_BLOCKS.fullmatch(kind):
+        return False
+    warn(f"blocks of type {kind} are left out: no model that is served here can read them")
+    return True
 
 
 def read_block(block: Any, place: str, role: str) -> InputBlock:
@@ -219,8 +254,6 @@ def read_block(block: Any, place: str, role: str) -> InputBlock:
             return msgspec.convert(block, kinds[kind])
         except msgspec.ValidationError as error:
             raise bad(f"{place}: {error}") from None
-    if kind == "document":
-        raise bad(f"{place}: models get no documents: give the text in a block of type text")
     raise bad(f"{place}.type must be one of {', '.join(kinds)} here, got {quoted(kind)}")
 
 
@@ -237,7 +270,30 @@ def parts_of(blocks: Iterable[InputBlock], place: str, first: int = 0) -> list[J
             source = block.source
             url = source.url if isinstance(source, UrlSource) else f"data:;base64,{source.data}"
             parts.append({"type": "image", "image": MediaItem("image", url, place=f"{place}[{number}]")})
+        elif isinstance(block, DocumentBlock):
+            parts += document_parts(block, f"{place}[{number}]")
+        elif isinstance(block, SearchResultBlock):
+            text = "\n".join(part.text for part in block.content)
+            parts.append({"type": "text", "text": f"{block.title}\n{block.source}\n\n{text}"})
+        elif isinstance(block, ToolReferenceBlock):
+            parts.append({"type": "text", "text": f"The tool {block.tool_name} can be called."})
     return parts
+
+
+def document_parts(block: DocumentBlock, place: str) -> list[JSON]:
+    """Return a document as parts: its title and its context come before its text.
+
+    Raises:
+        APIError: it is no text.
+    """
+    head = "\n".join(filter(None, (block.title, block.context)))
+    parts = [{"type": "text", "text": head}] if head else []
+    source = block.source
+    if isinstance(source, TextSource):
+        return [*parts, {"type": "text", "text": source.data}]
+    if isinstance(source, ContentSource):
+        return parts + parts_of(read_blocks(source.content, f"{place}.source.content", "tool"), place)
+    raise bad(f"{place}: a document must be text: give the text of a PDF, or its pages as pictures")
 
 
 def simplest(parts: list[JSON], empty: str | None) -> str | list[JSON] | None:
@@ -245,33 +301,6 @@ def simplest(parts: list[JSON], empty: str | None) -> str | list[JSON] | None:
     if len(parts) > 1 or (parts and "text" not in parts[0]):
         return parts
     return str(parts[0]["text"]) if parts else empty
-
-
-# ---------------------------------------------------------------- tools
-
-
-def tool_of(tool: JSON, place: str) -> JSON:
-    """Return a tool in the format of chat completions.
-
-    Raises:
-        APIError: it is one of Anthropic's own, or has no schema.
-    """
-    if tool.get("type") not in (None, "custom"):
-        message = (
-            f"{place}: the server has no tool of type {quoted(tool['type'])}: give a tool with input_schema"
-        )
-        raise bad(message, "tools")
-    if not isinstance(tool.get("input_schema"), dict):
-        raise bad(f"{place}.input_schema must be the JSON schema of an object", "tools")
-    if without_effect := sorted(tool.keys() - SILENT_TOOL_FIELDS):
-        warn(f"tools have fields without effect: {quoted(without_effect)[1:-1]}")
-    function = {name: tool[name] for name in TOOL_FIELDS if tool.get(name) is not None}
-    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
-
-
-def choice_of(choice: MessageToolChoice) -> Any:
-    """Return a choice of tools in the format of chat completions."""
-    return CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}})
 
 
 def bad(message: str, param: str = "messages") -> APIError:

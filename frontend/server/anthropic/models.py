@@ -20,15 +20,16 @@ DEFAULT_LIMIT = 20
 class MessageModel(msgspec.Struct, kw_only=True):
     """A name of the served model, or an adapter, as Anthropic's API describes it.
 
-    created_at: the start of the server. max_input_tokens, max_tokens: limit of prompt and output together.
+    created_at: the start of the server. max_input_tokens, max_tokens: limit of prompt and output together; null:
+    known once the model has been loaded.
     """
 
     id: str
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
-    max_input_tokens: int
-    max_tokens: int
+    max_input_tokens: int | None
+    max_tokens: int | None
     lifecycle: Literal["active"] = "active"
     capabilities: None = None
     line: None = None

@@ -39,6 +39,47 @@ class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
     source: Base64Source | UrlSource
 
 
+class TextSource(msgspec.Struct, tag_field="type", tag="text"):
+    """A document that is text."""
+
+    data: str
+    media_type: str = ""
+
+
+class ContentSource(msgspec.Struct, tag_field="type", tag="content"):
+    """A document of text, or of blocks of text and pictures."""
+
+    content: str | list[dict[str, Any]]
+
+
+class FileSource(msgspec.Struct, tag_field="type", tag="file"):
+    """A file on Anthropic's servers."""
+
+    file_id: str
+
+
+class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
+    """A document, which must be text. title, context: come before it."""
+
+    source: TextSource | ContentSource | Base64Source | UrlSource | FileSource
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
+    """What a search of the client has found. source: where."""
+
+    source: str
+    title: str
+    content: list[TextBlock]
+
+
+class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference"):
+    """A tool that a search of the client has found; it is in the prompt already."""
+
+    tool_name: str
+
+
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     """The model's reasoning.
 
@@ -75,7 +116,15 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
 
 
 InputBlock: TypeAlias = (
-    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ToolReferenceBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
 )
 OutputBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
 
@@ -134,8 +183,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     messages: turns of the user and the assistant; an answer continues a last one of the assistant.
     thinking: without it the model does not reason, if its chat template lets it.
     chat_template_kwargs: passed to the chat template.
-    cache_control, here and in blocks: nothing to choose: every prefix is cached while there is room.
-    container, context_management, mcp_servers: not supported.
+    cache_control, here (for the whole prompt), in blocks and in tools: keep the prompt up to there cached for the
+        time of its ttl; every prefix is cached while there is room. It has no effect on a count.
+    context_management: edits that leave out old results of tools, and old reasoning.
+    tools: those of Anthropic's servers are left out with a warning.
+    container, mcp_servers: not supported.
     """
 
     model: Name | None = None
@@ -182,14 +234,41 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 # ---------------------------------------------------------------- responses
 
 
+class CacheCreation(msgspec.Struct):
+    """Tokens that are kept from now on, by the time for which they are."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(msgspec.Struct):
-    """Token counts. input_tokens: of the prompt, but for those in the prefix cache (cache_read_input_tokens)."""
+    """Token counts.
+
+    cache_read_input_tokens: of the prompt, those in the prefix cache. cache_creation_input_tokens: those of the
+    others that `cache_control` keeps there. input_tokens: the rest.
+    """
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0
     service_tier: Literal["standard"] = "standard"
+    cache_creation: CacheCreation | UnsetType = UNSET
+
+
+class AppliedEdit(msgspec.Struct):
+    """An edit of the conversation that has changed something, and how much."""
+
+    type: str
+    cleared_tool_uses: int | UnsetType = UNSET
+    cleared_input_tokens: int | UnsetType = UNSET
+    cleared_thinking_turns: int | UnsetType = UNSET
+
+
+class AppliedEdits(msgspec.Struct):
+    """The edits of `context_management` that have changed something."""
+
+    applied_edits: list[AppliedEdit]
 
 
 class GeneratedMessage(msgspec.Struct, kw_only=True):
@@ -203,6 +282,7 @@ class GeneratedMessage(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    context_management: AppliedEdits | UnsetType = UNSET
 
 
 class EventDelta(msgspec.Struct, omit_defaults=True):
@@ -226,9 +306,17 @@ class MessageEvent(msgspec.Struct, omit_defaults=True):
     content_block: OutputBlock | UnsetType = UNSET
     delta: EventDelta | UnsetType = UNSET
     usage: MessageUsage | UnsetType = UNSET
+    context_management: AppliedEdits | UnsetType = UNSET
+
+
+class OriginalTokens(msgspec.Struct):
+    """The tokens of a prompt before edits of `context_management`."""
+
+    original_input_tokens: int
 
 
 class CountTokensResponse(msgspec.Struct):
     """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET

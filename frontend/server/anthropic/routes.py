@@ -4,32 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import replace
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.api.off_loop import off_loop
+from pagewire.frontend.client import off_loop
+from pagewire.frontend.server.anthropic.cache_control import wishes_of
+from pagewire.frontend.server.anthropic.context_edits import EditedPrompt, read_edits
 from pagewire.frontend.server.anthropic.conversation import chat_request
-from pagewire.frontend.server.anthropic.errors import in_message_terms
+from pagewire.frontend.server.anthropic.field_names import FIELD_NAMES
 from pagewire.frontend.server.anthropic.protocol import (
+    AppliedEdits,
     CountTokensRequest,
     CountTokensResponse,
     GeneratedMessage,
     MessageEvent,
     MessagesRequest,
+    MessageUsage,
+    OriginalTokens,
 )
 from pagewire.frontend.server.anthropic.writer import EventWriter, blocks_of, end_of, message_usage
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.api_shapes import NO_THREADS
 from pagewire.frontend.server.http.body import Decoder, read_request
-from pagewire.frontend.server.http.errors import APIError, api_error
+from pagewire.frontend.server.http.errors import APIError, FieldNames, api_error
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, prompt_of, tools_of
-from pagewire.frontend.server.parsing.reasoning import REASONING
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, tools_of
 from pagewire.frontend.server.serving.exchange import Exchange, while_connected
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.server.serving.service import Service, Services
 from pagewire.ipc.quoting import quoted
 
 PATH = "/v1/messages"
@@ -39,23 +45,23 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 COUNTED = Decoder(CountTokensRequest)
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes of the endpoints."""
 
     async def count_tokens(request: Request) -> Response:
-        fields = await read_request(request, COUNTED, service.options)
+        fields = await read_request(request, COUNTED, services.options)
         try:
             check_version(request.headers)
-            counting = num_tokens(service.of(fields.model), fields)
-            return json_response(CountTokensResponse(await while_connected(counting, request.receive)))
+            async with services.use(fields.model) as service:
+                return json_response(await while_connected(num_tokens(service, fields), request.receive))
         except (APIError, ValueError, TypeError) as error:
-            raise in_message_terms(api_error(error, COUNTED.fields)) from error
+            raise api_error(error, FieldNames(FIELD_NAMES, COUNTED.fields)) from error
 
     return [
         Operation(
             "POST",
             PATH,
-            GenerationEndpoint(service, "msg_", MessagesRequest, answer, in_message_terms),
+            GenerationEndpoint(services, "msg_", MessagesRequest, answer, FIELD_NAMES),
             "Generate the next message of a conversation, in the shape of Anthropic's API.",
             body=MessagesRequest,
             result=GeneratedMessage,
@@ -90,31 +96,44 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
     if request.thread is not None:
         why = "thread is not supported: the server keeps no conversations; send all messages, without thread"
         raise APIError(400, why, param="thread", code=NO_THREADS)
-    wanted = chat_request(request, service.formats.reasoning is not None, limits_reasoning(service, request))
-    chat = await prepare(service, wanted, exchange)
+    wanted = chat_request(
+        request,
+        service.formats.reasoning is not None,
+        limits_reasoning(service, request),
+        service.options.strict_tools,
+    )
+    edits = read_edits(request.context_management)
+    edited = EditedPrompt(edits or [])
+    chat = await prepare(service, wanted, exchange, edited.render)
+    tokenizer = service.tokenizer_of(request.model)
+    chat = replace(chat, retention=await wishes_of(request, chat.prompt, tokenizer))
+    applied = UNSET if edits is None else AppliedEdits(edited.applied)
     omits_thoughts = request.thinking is not None and request.thinking.display == "omitted"
     if request.stream:
-        return stream(chat, EventWriter(omits_thoughts))
+        return stream(chat, EventWriter(omits_thoughts), applied)
     message = new_message(chat)
+    message.context_management = applied
     async with aclosing(chat.replies()) as replies:
         async for reply, part in replies:
             message.content = await off_loop(len(part.text), blocks_of, reply, omits_thoughts)
             end = end_of(part, bool(reply.tool_calls), is_full(chat))
             message.stop_reason, message.stop_sequence = end
-    message.usage = message_usage(exchange.usage())
+    message.usage = usage_of(chat)
     return sse.ENCODER.encode(message)
 
 
 def limits_reasoning(service: Service, request: MessagesRequest) -> bool:
     """Return True if reasoning of the model can be ended after some tokens: the mark that ends it is one token."""
-    if service.formats.reasoning is None:
+    if service.formats.marks is None:
         return False
-    closing = REASONING[service.formats.reasoning].close
+    closing = service.formats.marks.close
     return len(service.tokenizer_of(request.model).encode(closing, add_special_tokens=False)) == 1
 
 
-async def stream(chat: PreparedChat, writer: EventWriter) -> Events:
-    """Yield the events of a message; all events of a step are one piece."""
+async def stream(
+    chat: PreparedChat, writer: EventWriter, applied: AppliedEdits | UnsetType = UNSET
+) -> Events:
+    """Yield the events of a message; all events of a step are one piece. applied: edits of the conversation."""
     begun = False
     async with aclosing(chat.replies()) as replies:
         async for reply, part in replies:
@@ -123,7 +142,7 @@ async def stream(chat: PreparedChat, writer: EventWriter) -> Events:
             events += writer.read(reply)
             if part.finished():
                 end = end_of(part, writer.called, is_full(chat))
-                events += writer.end(*end, message_usage(chat.exchange.usage()))
+                events += writer.end(*end, usage_of(chat), applied)
             if events:
                 yield events
 
@@ -134,8 +153,15 @@ def new_message(chat: PreparedChat) -> GeneratedMessage:
         id=chat.exchange.id,
         model=chat.service.model(chat.request.model),
         content=[],
-        usage=message_usage(chat.exchange.usage()),
+        usage=usage_of(chat),
     )
+
+
+def usage_of(chat: PreparedChat) -> MessageUsage:
+    """Return the token counts so far."""
+    times = (wish.seconds for wish in chat.retention)
+    sizes = (each.num_tokens for each in chat.exchange.retained)
+    return message_usage(chat.exchange.usage(), list(zip(times, sizes, strict=False)))
 
 
 def is_full(chat: PreparedChat) -> bool:
@@ -143,13 +169,20 @@ def is_full(chat: PreparedChat) -> bool:
     return chat.exchange.num_output >= (chat.params.max_tokens or 0)
 
 
-async def num_tokens(service: Service, request: CountTokensRequest) -> int:
+async def num_tokens(service: Service, request: CountTokensRequest) -> CountTokensResponse:
     """Return the number of tokens of the prompt that a request with these fields would have.
 
     Raises:
         APIError, ValueError, TypeError: the request is invalid.
     """
     service.model(request.model)
-    chat = chat_request(request, service.formats.reasoning is not None)
-    prompt = await prompt_of(service, chat, await tools_of(service, chat, counts=True), counts=True)
-    return len(await counted(service, prompt))
+    chat = chat_request(
+        request, service.formats.reasoning is not None, strict_tools=service.options.strict_tools
+    )
+    edits = read_edits(request.context_management)
+    edited = EditedPrompt(edits or [])
+    prompt = await edited.render(service, chat, await tools_of(service, chat, counts=True), counts=True)
+    number = len(await counted(service, prompt))
+    if edits is None:
+        return CountTokensResponse(number)
+    return CountTokensResponse(number, OriginalTokens(number if edited.original is None else edited.original))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal
 
-from pagewire.frontend.requests.outputs import CompletionOutput
+from msgspec import UNSET, UnsetType
+
+from pagewire.frontend.client import CompletionOutput
 from pagewire.frontend.server.anthropic.protocol import (
+    AppliedEdits,
+    CacheCreation,
     EventDelta,
     GeneratedMessage,
     MessageEvent,
@@ -21,6 +26,7 @@ from pagewire.frontend.server.openai.protocol import ToolCall
 from pagewire.frontend.server.openai.reply import ReplyDelta, call_arguments
 from pagewire.frontend.server.serving.usage import Usage
 
+HOUR = 3600.0
 Kind = Literal["text", "thinking", "tool_use"]
 
 
@@ -50,11 +56,22 @@ def end_of(part: CompletionOutput, called: bool, full: bool) -> tuple[str, str |
     return "tool_use" if called else "end_turn", None
 
 
-def message_usage(usage: Usage) -> MessageUsage:
-    """Convert token counts to those of Anthropic's API, where tokens of the prompt are either cached or input."""
+def message_usage(usage: Usage, kept: Sequence[tuple[float, int]] = ()) -> MessageUsage:
+    """Convert token counts to those of Anthropic's API, where a token of the prompt is read, created or input.
+
+    kept: the seconds for which each beginning of the prompt is kept, and its number of tokens; shorter ones first.
+    """
     details = usage.prompt_tokens_details
-    cached = 0 if details is None else details.cached_tokens
-    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+    cached = counted = 0 if details is None else details.cached_tokens
+    created = {True: 0, False: 0}  # for an hour, or for less
+    for seconds, num_tokens in kept:
+        created[seconds >= HOUR] += max(0, num_tokens - counted)
+        counted = max(counted, num_tokens)
+    number = counted - cached
+    answer = MessageUsage(usage.prompt_tokens - counted, usage.completion_tokens, cached, number)
+    if kept:
+        answer.cache_creation = CacheCreation(created[False], created[True])
+    return answer
 
 
 class EventWriter:
@@ -90,10 +107,16 @@ class EventWriter:
             events += self._call(call)
         return events
 
-    def end(self, stop_reason: str, stop_sequence: str | None, usage: MessageUsage) -> bytes:
-        """Return the events that come last."""
+    def end(
+        self,
+        stop_reason: str,
+        stop_sequence: str | None,
+        usage: MessageUsage,
+        edits: AppliedEdits | UnsetType = UNSET,
+    ) -> bytes:
+        """Return the events that come last. edits: of the conversation, if the request asks for any."""
         end = EventDelta(stop_reason=stop_reason, stop_sequence=stop_sequence)
-        delta = MessageEvent("message_delta", delta=end, usage=usage)
+        delta = MessageEvent("message_delta", delta=end, usage=usage, context_management=edits)
         return self._close() + encoded(delta) + encoded(MessageEvent("message_stop"))
 
     def _thinking(self, text: str) -> bytes:

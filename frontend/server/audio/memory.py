@@ -6,13 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from pagewire.frontend.api.off_loop import media_work
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.client import Recording, media_work
 from pagewire.frontend.server.audio.protocol import TranscriptionRequest
 from pagewire.frontend.server.http.body import IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.speech.recording import Recording
 from pagewire.ipc.wire.sources import SourceInfo
 
 LARGE_UPLOADS = 4  # bodies of `max_upload_bytes` that may be there at the same time
@@ -36,12 +34,12 @@ class RecordingMemory:
         Raises:
             APIError: it cannot be decoded, or there are too many others. EngineBusyError: likewise.
         """
-        data: bytes = request.file
+        data = bytes(request.file)  # of a `FilePart`, which no message can hold
         request.file = b""
         try:
             with self.uploads.counted(len(data)):
                 recording = await media_work.run(partial(Recording.decoded, data, source))
-        except MediaError as error:
+        except ValueError as error:  # it is no sound
             raise APIError(400, f"file: {error}", param="file") from None
         del data
         with self.recordings.counted(len(recording.samples.data)):

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pagewire.frontend.client import DurationUsage, TranscriptFormat
 from pagewire.frontend.server.http.form import FormFile
-from pagewire.frontend.speech.transcript import DurationUsage, TranscriptFormat
 from pagewire.ipc.wire.params import Name, Priority
 
 SpeechTemperature: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]

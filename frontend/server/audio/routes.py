@@ -6,7 +6,15 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any
 
-from pagewire.frontend.requests.outputs import CompletionOutput
+from pagewire.frontend.client import (
+    CompletionOutput,
+    DurationUsage,
+    Recording,
+    Transcriber,
+    Transcription,
+    TranscriptionParams,
+    VerboseTranscription,
+)
 from pagewire.frontend.server.audio.memory import RecordingMemory
 from pagewire.frontend.server.audio.protocol import (
     NO_WORDS,
@@ -22,33 +30,23 @@ from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.speech.recording import Recording
-from pagewire.frontend.speech.transcriber import TEMPERATURES, Transcriber, TranscriptionParams
-from pagewire.frontend.speech.transcript import (
-    DurationUsage,
-    Transcription,
-    VerboseTranscription,
-    transcribe,
-    written,
-)
-from pagewire.frontend.speech.vocabulary import SpeechVocabulary
+from pagewire.frontend.server.serving.service import Service, Services
 from pagewire.ipc.wire.params import SamplingParams
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes of the endpoints."""
     kinds = (
         ("transcriptions", "transcribe", "Transcribe a recording."),
         ("translations", "translate", "Translate a recording into English."),
     )
-    memory = RecordingMemory(service.options)
+    memory = RecordingMemory(services.options)
     decoder = FormDecoder(TranscriptionRequest, REFUSED, memory.uploads)
     return [
         Operation(
             "POST",
             f"/v1/audio/{path}",
-            GenerationEndpoint(service, f"{task}-", decoder, partial(answer, task, memory)),
+            GenerationEndpoint(services, f"{task}-", decoder, partial(answer, task, memory)),
             text,
             body=TranscriptionRequest,
             body_media=MEDIA_TYPE,
@@ -76,21 +74,15 @@ async def answer(
     service.model(request.model)
     check_form(request)
     tokenizer = service.optional_tokenizer(request.model)
-    vocabulary = SpeechVocabulary.of(service.info, tokenizer)
+    requests = RecordingRequests(service, request, exchange)
+    transcriber = Transcriber.of(service.info, tokenizer, params_of(task, request), requests)
     source = service.info.source
-    assert source is not None and tokenizer is not None, "there is a vocabulary"
-    transcriber = Transcriber(
-        vocabulary,
-        tokenizer,
-        source.max_target_tokens,
-        params_of(task, request),
-        RecordingRequests(service, request, exchange),
-    )
+    assert source is not None, "the model hears"
     decoded = memory.decoded(request, source)
     if request.stream:
         return events(transcriber, decoded)
     async with decoded as recording:
-        return written(await transcribe(transcriber, recording), request.response_format)
+        return (await transcriber.transcribe(recording)).encode(request.response_format)
 
 
 def check_form(request: TranscriptionRequest) -> None:
@@ -117,7 +109,7 @@ def params_of(task: str, request: TranscriptionRequest) -> TranscriptionParams:
         task=task,
         language=request.language or None,
         prompt=request.prompt or "",
-        temperatures=(request.temperature,) if request.temperature else TEMPERATURES,
+        **({"temperatures": (request.temperature,)} if request.temperature else {}),
         compression_ratio_threshold=request.compression_ratio_threshold,
         logprob_threshold=request.logprob_threshold,
         no_speech_threshold=request.no_speech_threshold,

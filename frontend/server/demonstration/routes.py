@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from pagewire.frontend.requests.outputs import RequestOutput, best_outputs
+from pagewire.frontend.client import RequestOutput, check_characters
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
@@ -20,8 +20,7 @@ from pagewire.frontend.server.openai.sampling import sampling_params
 from pagewire.frontend.server.openai.size import check_amount
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.length import check_characters
+from pagewire.frontend.server.serving.service import Service, Services
 from pagewire.ipc.wire.params import NumLogprobs
 
 END = b"\0"  # of an object in a stream
@@ -49,9 +48,9 @@ class DemonstrationAnswer(msgspec.Struct):
     text: list[str]
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint."""
-    endpoint = GenerationEndpoint(service, "gen-", DemonstrationRequest, generate)
+    endpoint = GenerationEndpoint(services, "gen-", DemonstrationRequest, generate)
     return [
         Operation(
             "POST",
@@ -97,7 +96,7 @@ async def generate(service: Service, request: DemonstrationRequest, exchange: Ex
         async for outputs in batches:
             for index, output in outputs:
                 exchange.count(index, output)
-                best = best_outputs(output.outputs, request.n or 1)
+                best = output.best(request.n or 1)
     return answer(request, [part.text for part in best])
 
 

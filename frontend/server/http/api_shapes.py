@@ -1,4 +1,5 @@
-"""How each API writes errors and streams: OpenAI's, Anthropic's (/v1/messages), Ollama's (/api), and /generate.
+"""How each API writes errors and streams: OpenAI's, Anthropic's (/v1/messages), Ollama's (/api), /generate,
+and requests over a WebSocket.
 
 OpenAI's and Anthropic's have /v1/models in common: a request with the header `anthropic-version` is Anthropic's.
 """
@@ -56,6 +57,15 @@ class AnthropicError(msgspec.Struct):
     """Body of the response to a failed request of Anthropic's API, and the last event of a failed stream."""
 
     error: AnthropicErrorBody
+    type: Literal["error"] = "error"
+
+
+class SocketError(msgspec.Struct):
+    """An error as a message of a WebSocket. status, headers: those of the HTTP response that it would be."""
+
+    status: int
+    error: ErrorBody
+    headers: dict[str, str] = {}
     type: Literal["error"] = "error"
 
 
@@ -176,7 +186,22 @@ class DemonstrationShape(ApiShape):
         return self.encode(error) + b"\0"
 
 
-OPENAI, ANTHROPIC = ApiShape(), AnthropicShape()
+class SocketShape(ApiShape):
+    """The shape of requests over a WebSocket: an error is an event."""
+
+    error = SocketError
+
+    def encode(self, error: APIError) -> bytes:
+        """Return the body of an error, as JSON."""
+        body = ErrorBody(error.message, self.type_of(error), error.param, error.code)
+        return msgspec.json.encode(SocketError(error.status, body, error.headers))
+
+    def last_words(self, error: APIError) -> bytes:
+        """Return the end of a stream that has failed."""
+        return b"event: error\ndata: " + self.encode(error) + b"\n\n"
+
+
+OPENAI, ANTHROPIC, SOCKET = ApiShape(), AnthropicShape(), SocketShape()
 OTHERS = {
     "/v1/messages": ANTHROPIC,
     "/api": OllamaShape(),
@@ -188,6 +213,8 @@ SHAPES = (OPENAI, *OTHERS.values())
 
 def shape_of(scope: Scope) -> ApiShape:
     """Return the shape of the API to which an ASGI request belongs."""
+    if "socket" in scope:
+        return SOCKET
     path = get_route_path(scope)
     if is_below(path, SHARED) and any(name == b"anthropic-version" for name, _ in scope["headers"]):
         return ANTHROPIC

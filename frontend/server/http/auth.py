@@ -7,6 +7,7 @@ sends it with every call.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -24,12 +25,11 @@ from pagewire.frontend.server.http.key_file import (
 )
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.tenants import ApiTenant, secret_salt
-from pagewire.frontend.server.page import PATHS
-from pagewire.ipc.wire.tenants import current_tenant
+from pagewire.ipc.tenants import current_tenant
 
 logger = logging.getLogger("pagewire.server")
 
-PUBLIC = PATHS | {"/health", "/ready"}
+PUBLIC = frozenset({"/health", "/ready"})
 
 
 class ApiKeys:
@@ -126,18 +126,23 @@ class KeyCheck:
     """ASGI middleware that requires a key, and puts its tenant into the scope.
 
     A key is sent as `Authorization: Bearer KEY`, or as `X-API-Key: KEY`, as Anthropic's clients do.
+
+    files: paths of files that tell nothing of the engine, and need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, files: Collection[str] = ()) -> None:
         self.app, self._keys = app, keys
+        self._public = PUBLIC.union(files)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
         # The same path that the router matches: a path is public only if it is exactly equal.
-        if scope["type"] == "lifespan" or get_route_path(scope) in PUBLIC:
+        if scope["type"] == "lifespan" or get_route_path(scope) in self._public:
             await self.app(scope, receive, send)
             return
-        if (tenant := self._tenant(scope)) is not None:
+        # A request of the server itself, such as one of a batch, has its tenant: no client can put one there.
+        tenant = scope.get("tenant") or self._tenant(scope)
+        if tenant is not None:
             current_tenant.set(tenant.name)
             await self.app({**scope, "tenant": tenant}, receive, send)
             return

@@ -21,8 +21,8 @@ from pagewire.frontend.server.http.warnings import warn
 from pagewire.ipc.bounds import check_field
 from pagewire.ipc.compatibility import REQUEST_FIELDS, needs_warning
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.tenants import current_tenant
 from pagewire.ipc.wire.budget import MAX_CONTAINERS
-from pagewire.ipc.wire.tenants import current_tenant
 
 T = TypeVar("T")
 Read = TypeVar("Read", covariant=True)

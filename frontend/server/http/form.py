@@ -31,6 +31,12 @@ FormFile: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "string", "
 """An uploaded file, as bytes. JSON schemas would say of the type `bytes` that it is in base64."""
 
 
+class FilePart(bytes):
+    """The bytes of a part that is a file, with the name that its sender gave it."""
+
+    filename: str
+
+
 class FormDecoder(Generic[T]):
     """Reads forms into one struct type. Fields of the type `FormFile` are files; those that end in [] are lists.
 
@@ -132,6 +138,7 @@ class PartReader:
         self.parts: list[tuple[str, bytes]] = []
         self.ended = False
         self._header, self._value, self._name = b"", b"", ""
+        self._filename: bytes | None = None
         self._data: list[bytes] = []
 
     def callbacks(self) -> dict[str, Any]:
@@ -147,7 +154,7 @@ class PartReader:
         }
 
     def _begin(self) -> None:
-        self._name, self._data = "", []
+        self._name, self._filename, self._data = "", None, []
         self._header = self._value = b""
 
     def _add_header(self, data: bytes, start: int, end: int) -> None:
@@ -160,13 +167,18 @@ class PartReader:
         if self._header.lower() == b"content-disposition":
             _, parameters = parse_options_header(self._value)
             self._name = parameters.get(b"name", b"").decode("utf-8", "replace")
+            self._filename = parameters.get(b"filename")
         self._header = self._value = b""
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         self._data.append(data[start:end])
 
     def _end(self) -> None:
-        self.parts.append((self._name, b"".join(self._data)))
+        data = b"".join(self._data)
+        if self._filename is not None:
+            data = FilePart(data)
+            data.filename = self._filename.decode("utf-8", "replace")
+        self.parts.append((self._name, data))
 
     def _finish(self) -> None:
         self.ended = True

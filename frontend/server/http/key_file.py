@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from pagewire.ipc.wire.tenants import check_tenant
+from pagewire.ipc.tenants import check_tenant
 
 MAX_BYTES = 4 << 20  # of a key file
 MIN_KEY = 8  # characters of a key in plain text

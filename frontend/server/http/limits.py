@@ -25,9 +25,12 @@ MAX_UNREAD_BYTES = 1 << 20  # of a body that come after the answer: more of them
 MAX_PIPELINED = 16  # requests on one connection that wait for the answers of earlier ones
 KEEP_ALIVE_SECONDS = 5.0  # a connection without a request is closed after this time
 BODY_GRACE_SECONDS = 1.0  # after `body_seconds`: endpoints that read a body answer 408 themselves before that
+SOCKET_IDLE_SECONDS = 3600.0  # a WebSocket without a message is closed after this time
+SOCKET_PING_SECONDS = 20.0  # between two pings to the client of a WebSocket
+SOCKET_READ_AHEAD_BYTES = 64 << 10  # of messages that come before earlier ones are answered; no more are read
 
-RESERVED_DESCRIPTORS = 64  # files and sockets that are not connections of clients
-SPARE_DESCRIPTORS = 8  # beside what is open when the server starts, where few are allowed
+RESERVED_DESCRIPTORS = 64  # beside what is open when the server starts: jobs, downloads, log files
+SPARE_DESCRIPTORS = 8  # the same, where few are allowed
 FEW_CONNECTIONS = 64  # a server that can have no more says so when it starts
 MOST_CONNECTIONS = 16384  # unless `--max-connections` says otherwise
 
@@ -49,7 +52,7 @@ def connection_limits(most: int | None, most_per_address: int | None) -> Connect
         ValueError: there cannot be that many open files.
     """
     descriptors, num_open = descriptor_limit(), num_open_descriptors()
-    room = max(descriptors - RESERVED_DESCRIPTORS, descriptors // 2)
+    room = max(descriptors - num_open - RESERVED_DESCRIPTORS, descriptors // 2)
     room = min(room, descriptors - num_open - SPARE_DESCRIPTORS)
     limit = f"this process may have {descriptors} open files (ulimit -n), and has {num_open}"
     if room < 1:

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -22,16 +23,18 @@ from pagewire.frontend.server.http.api_shapes import shape_of
 from pagewire.frontend.server.http.auth import ApiKeys, KeyCheck
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.origin import OriginCheck
-from pagewire.frontend.server.http.traffic import TrafficCount
+from pagewire.frontend.server.http.traffic import STARTS, TrafficCount
 from pagewire.frontend.server.http.warnings import begin_warnings
 
 VALID_ID = re.compile(rb"[\x21-\x7e\x80-\xff][\x20-\x7e\x80-\xff]{0,255}")
 
 
-def middleware(options: ServerOptions, *, priorities: bool = False) -> list[Middleware]:
+def middleware(
+    options: ServerOptions, files: Collection[str] = (), *, priorities: bool = False
+) -> list[Middleware]:
     """Return the middleware of a server with these options, outermost first.
 
-    priorities: the engine schedules by priority.
+    files: paths of files that need no key. priorities: the engine schedules by priority.
 
     Raises:
         ValueError: a middleware of the user cannot be imported, or the key file is not valid.
@@ -51,7 +54,7 @@ def middleware(options: ServerOptions, *, priorities: bool = False) -> list[Midd
         )
         stack.append(cors)
     if options.keyed:
-        stack.append(Middleware(KeyCheck, keys=ApiKeys(options, priorities=priorities)))
+        stack.append(Middleware(KeyCheck, keys=ApiKeys(options, priorities=priorities), files=files))
     return stack + [imported(path) for path in options.middleware]
 
 
@@ -85,7 +88,7 @@ class RequestId:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its id, and add the id to the response."""
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
@@ -102,7 +105,7 @@ class RequestId:
         ids = [(header, request_id) for header in shape_of(scope).id_headers]
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] in STARTS:
                 message["headers"] = [*message.get("headers", ()), *ids, *warnings.headers()]
             await send(message)
 

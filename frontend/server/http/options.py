@@ -10,11 +10,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from pagewire.frontend.media.limits import MAX_SOURCE_BYTES
+from pagewire.frontend.client import MAX_SOURCE_BYTES
 from pagewire.frontend.server.http.limits import connection_limits
+from pagewire.frontend.server.parsing import dialects, reasoning_marks
 from pagewire.frontend.server.parsing.detection import OFF
-from pagewire.frontend.server.parsing.dialects import DIALECTS
-from pagewire.frontend.server.parsing.reasoning import REASONING
+from pagewire.frontend.server.parsing.response_template import NAME
 from pagewire.ipc.bounds import check_int, check_number
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.options.option import check_types, option
@@ -22,8 +22,8 @@ from pagewire.ipc.wire.budget import MAX_HTTP_LOGPROBS, MAX_HTTP_SEQUENCES, MAX_
 from pagewire.ipc.wire.sockets import is_loopback
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-TOOL_PARSERS = (*sorted(DIALECTS), OFF)
-REASONING_PARSERS = (*sorted(REASONING), OFF)
+TOOL_PARSERS = (*sorted({*dialects.DIALECTS, *dialects.ALIASES, NAME}), OFF)
+REASONING_PARSERS = (*sorted({*reasoning_marks.REASONING, *reasoning_marks.ALIASES, NAME}), OFF)
 MODE = re.compile(r"[0-7]{3}")
 ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 CERTIFICATE = (0, 1, 2)  # client certificates: ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED
@@ -152,13 +152,12 @@ class ServerOptions:
     enable_auto_tool_choice: bool | None = option(
         None,
         "Chat",
-        "let the model decide whether to call tools (tool_choice: auto;"
-        " default: if the format of its calls is known)",
+        "let the model decide whether to call tools (tool_choice: auto; default: if it has a chat template)",
     )
     reasoning_parser: str | None = option(
         None,
         "Chat",
-        "format in which the model marks its reasoning (default: found from its chat template and type)",
+        "format in which the model marks its reasoning (default: found from its files and type)",
         choices=REASONING_PARSERS,
     )
     enable_in_reasoning: bool = option(
@@ -171,7 +170,7 @@ class ServerOptions:
     tool_call_parser: str | None = option(
         None,
         "Chat",
-        "format in which the model writes tool calls (default: found from its chat template and type)",
+        "format in which the model writes tool calls (default: found from its files and type)",
         choices=TOOL_PARSERS,
     )
     constrain_auto_tools: bool = option(
@@ -180,6 +179,19 @@ class ServerOptions:
         "with tool_choice: auto, a call that the model has begun follows its schema; if not, only with `strict`",
     )
 
+    strict_tools: bool = option(
+        False,
+        "Chat",
+        "refuse requests with tools that only OpenAI's or Anthropic's servers run, such as"
+        " web_search (default: these are left out, with a warning)",
+    )
+
+    any_model_name: bool | None = option(
+        None,
+        "Models",
+        "serve requests for unknown models by the only model that there is, with a warning, if it generates text"
+        " and may have no adapters (default: where only this machine can connect)",
+    )
     lora_modules: list[str] = option(
         None,
         "Models",
@@ -234,6 +246,15 @@ class ServerOptions:
         " $PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH=1",
     )
 
+    batch_dir: str | None = option(
+        None,
+        "Batches",
+        "folder for what /v1/files and /v1/batches keep, also after a restart (default: they are not served)",
+    )
+    batch_dir_bytes: int = option(
+        1 << 30, "Batches", "with --batch-dir: most bytes of files that are kept for each API key's name"
+    )
+
     uvicorn_log_level: str = option(
         "warning", "Server log", "log level of the HTTP library (uvicorn)", choices=LOG_LEVELS
     )
@@ -259,25 +280,14 @@ class ServerOptions:
         check_int("max_request_bytes", self.max_request_bytes, 1)
         check_int("max_upload_bytes", self.max_upload_bytes, 1, MAX_SOURCE_BYTES["audio"])
         check_int("response_store_bytes", self.response_store_bytes, 0)
-        for name in ("max_request_sequences", "max_request_tokens", "max_request_logprobs"):
-            check_int(name, getattr(self, name), 1)
-        for name in ("max_connections", "max_connections_per_address"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
+        check_limits(self)
         self._check_access()
         check_int("max_log_len", self.max_log_len, -1)
         check_int("restarts", self.restarts, 0)
         for name in ("head_seconds", "body_seconds", "stall_seconds", "drain_seconds", "reattach_timeout"):
             check_number(name, getattr(self, name), 0.0, math.inf)
         self.keeps_alive()
-        if self.uds is None and (self.uds_mode is not None or self.uds_group is not None):
-            raise ValueError("uds_mode and uds_group need uds: they are for a Unix socket")
-        if self.uds_mode is not None and MODE.fullmatch(self.uds_mode) is None:
-            raise ValueError(f"uds_mode must be three octal digits, such as 660, got {self.uds_mode!r}")
-        if self.root_path and not self.root_path.startswith("/"):
-            raise ValueError(f"root_path must begin with '/', got {self.root_path!r}")
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
+        check_listening(self)
         if self.lora_root is not None and not self.enable_admin:
             raise ValueError("lora_root needs enable_admin: it is for /v1/load_lora_adapter")
         if self.enable_auto_tool_choice and self.tool_call_parser == OFF:
@@ -316,3 +326,28 @@ class ServerOptions:
     def keys(self) -> list[str]:
         """Return the accepted API keys; without any, no key is required."""
         return [key for key in [*self.api_key, os.environ.get("PAGEWIRE_API_KEY", "")] if key]
+
+
+def check_listening(options: ServerOptions) -> None:
+    """Check what the options say of sockets, TLS and paths.
+
+    Raises:
+        ValueError: a value is malformed, or needs another one.
+    """
+    if options.uds is None and (options.uds_mode is not None or options.uds_group is not None):
+        raise ValueError("uds_mode and uds_group need uds: they are for a Unix socket")
+    if options.uds_mode is not None and MODE.fullmatch(options.uds_mode) is None:
+        raise ValueError(f"uds_mode must be three octal digits, such as 660, got {options.uds_mode!r}")
+    if options.root_path and not options.root_path.startswith("/"):
+        raise ValueError(f"root_path must begin with '/', got {options.root_path!r}")
+    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+        raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
+
+
+def check_limits(options: ServerOptions) -> None:
+    """Check that limits leave something; raises ValueError or TypeError."""
+    for name in ("max_request_sequences", "max_request_tokens", "max_request_logprobs", "batch_dir_bytes"):
+        check_int(name, getattr(options, name), 1)
+    for name in ("max_connections", "max_connections_per_address"):
+        if getattr(options, name) is not None:
+            check_int(name, getattr(options, name), 1)

@@ -45,7 +45,7 @@ class OriginCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 400 or 403."""
-        if scope["type"] == "http":
+        if scope["type"] in ("http", "websocket"):
             given = [header for header in scope["headers"] if header[0] in (b"host", b"origin")]
             if len(given) != 1 or given[0] not in self._known:
                 error = self._refusal(given, scope["http_version"])

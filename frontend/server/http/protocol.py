@@ -1,11 +1,16 @@
-"""uvicorn's protocol of HTTP/1 with limits that it lacks: size and time of a request, and pipelined requests."""
+"""uvicorn's protocol of HTTP/1 with limits that it lacks: size and time of a request, and pipelined requests.
+
+A request that opens a WebSocket is the last one of its connection, which is a `WebSocket` from then on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from typing import Any
+from urllib.parse import unquote
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -26,6 +31,7 @@ from pagewire.frontend.server.http.limits import (
     REQUEST_PARTS,
 )
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.http.websocket import WebSocket, handshake_fault
 
 VERSIONS = ("1.0", "1.1")
 
@@ -61,6 +67,7 @@ class HttpProtocol(HttpToolsProtocol):
             None  # uvicorn's own attribute is that of the last request
         )
         self._unsent = -1  # bytes that waited to be sent when the deadline last passed while closing
+        self._upgrades = False  # the request that came last opens a WebSocket
 
     # ------------------------------------------------------------ asyncio
 
@@ -121,9 +128,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._fail(APIError(429, f"over {MAX_PIPELINED} requests wait on this connection"))
         if self._overhead > MAX_HEAD_BYTES and head_size(self.headers) > MAX_HEAD_BYTES:
             self._fail(too_large(f"the headers are over {MAX_HEAD_BYTES} bytes"))
+        self._upgrades = self._opens_websocket()
         super().on_headers_complete()
         self.headers = []  # trailers go here and are not used: the checks of headers are over
         self._overhead, self._in_head = 0, False
+        if self._upgrades:
+            return
         self._unanswered += 1
         if self._unanswered == 1:
             self._running = self.cycle
@@ -163,6 +173,43 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _body_deadline(self) -> float:
         return self.loop.time() + self._options.body_seconds + BODY_GRACE_SECONDS
+
+    # ------------------------------------------------------------ upgrade
+
+    def _opens_websocket(self) -> bool:
+        """Return True if the request whose head is complete is the only one here, and opens a WebSocket."""
+        if self._unanswered or self.parser.get_method() != b"GET" or not self.parser.should_upgrade():
+            return False
+        return self._get_upgrade() == b"websocket"
+
+    def _should_upgrade(self) -> bool:
+        """Return what was found when the head was complete: uvicorn asks after that, too."""
+        return self._upgrades
+
+    def handle_websocket_upgrade(self) -> None:
+        """Give the connection to a WebSocket, unless the request for it is malformed."""
+        headers = self.scope["headers"]
+        try:
+            target = httptools.parse_url(self.url)
+            path = unquote(target.path.decode("ascii"))
+        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
+            self._close_with(APIError(400, "the path is not valid"))
+            return
+        if (fault := handshake_fault(headers)) is not None:
+            self._close_with(APIError(400, fault))
+            return
+        scope = {
+            **self.scope,
+            "scheme": "wss" if self.scheme == "https" else "ws",
+            "path": path,
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+        }
+        self.connections.discard(self)
+        opened = WebSocket(
+            self.app, scope, self._connection, self._table, self.server_state, self._options.stall_seconds
+        )
+        opened.open(self.transport)
 
     # ------------------------------------------------------------ refusals
 

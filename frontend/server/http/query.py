@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
@@ -25,6 +25,9 @@ class Query(NamedTuple):
     text: str
 
 
+ORDER = Query("order", Literal["asc", "desc"], "asc: the oldest first; desc (default): the newest")
+
+
 def flag(request: Request, name: str, default: bool) -> bool:
     """Return a boolean parameter of the query.
 
@@ -35,6 +38,18 @@ def flag(request: Request, name: str, default: bool) -> bool:
     if text not in TRUE + FALSE:
         raise APIError(400, f"{name} must be true or false, got {quoted(text)}", param=name)
     return text in TRUE
+
+
+def newest_first(request: Request) -> bool:
+    """Return what a request wants of `ORDER`.
+
+    Raises:
+        APIError: the value is no order.
+    """
+    order = request.query_params.get(ORDER.name, "desc")
+    if order not in ("asc", "desc"):
+        raise APIError(400, f"order must be asc or desc, got {quoted(order)}", param=ORDER.name)
+    return order == "desc"
 
 
 def number(request: Request, query: Query, default: int) -> int:

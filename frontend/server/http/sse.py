@@ -22,3 +22,8 @@ def event(value: Any) -> bytes:
 def named_event(name: str, value: Any) -> bytes:
     """Return an event with a name and a struct as JSON data."""
     return b"event: " + name.encode() + b"\ndata: " + ENCODER.encode(value) + b"\n\n"
+
+
+def data_of(events: bytes) -> list[bytes]:
+    """Return the data of encoded events, each of one line, as `event` and `named_event` make them."""
+    return [event.partition(b"data: ")[2] for event in events.split(b"\n\n") if event]

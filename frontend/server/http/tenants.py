@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.requests.inputs import Prepared
+from pagewire.frontend.client import Prepared
 from pagewire.frontend.server.http.errors import RETRY_SECONDS, APIError
 from pagewire.frontend.server.http.key_file import Rights
 from pagewire.ipc.wire.pooling import PoolingParams

@@ -25,6 +25,8 @@ METHODS = (
 )  # others are one: clients can invent any
 NO_HANDLER, OTHER = "none", "other"
 LEFT = 499  # status of a request whose client left before any
+STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
+ACCEPTED = 101  # status of what opens a WebSocket, which counts until that ends
 
 
 class Traffic:
@@ -78,19 +80,19 @@ class TrafficCount:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count it when it has ended."""
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         status, began, handlers = LEFT, time.perf_counter(), [NO_HANDLER]
 
         async def send_counted(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            if message["type"] in STARTS:
+                status = message.get("status", ACCEPTED)
             await send(message)
 
         try:
             await self.app({**scope, "handlers": handlers}, receive, send_counted)
         finally:
             traffic: Traffic = scope["app"].state.traffic
-            traffic.add(handlers[-1], scope["method"], status, time.perf_counter() - began)
+            traffic.add(handlers[-1], scope.get("method", "GET"), status, time.perf_counter() - began)

@@ -6,10 +6,11 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire.frontend.media.items import MediaItem
+from pagewire.frontend.client import MediaItem, TokensPrompt
 from pagewire.frontend.server.http.body import AbsentFields
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.ollama.field_names import SAME_OPTIONS
 from pagewire.frontend.server.ollama.protocol import (
     GenerationFields,
     OllamaChatRequest,
@@ -20,41 +21,16 @@ from pagewire.frontend.server.openai.fitting import fitting_prompt
 from pagewire.frontend.server.openai.prepared_chat import prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
 from pagewire.frontend.server.openai.size import too_many
-from pagewire.frontend.server.openai.terms import Terms
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_PARTS
 
-SAME_NAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-)
 ABSENT = AbsentFields(OllamaOptions)
 
 ANSWER_SHARE = 0.25  # of the context length: kept free for the answer to a long conversation
 
 JSON = dict[str, Any]
-
-in_ollama_terms = Terms(
-    OllamaChatRequest.__struct_fields__,
-    {},
-    (
-        (r"\b(max_completion_tokens|max_tokens)\b", "options.num_predict"),
-        (r"\brepetition_penalty\b", "options.repeat_penalty"),
-        (r"\bresponse_format\b", "format"),
-        (r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b", r"options.\1"),
-        (r"^tool_choice 'auto' needs", "tools need"),
-        (r"; give 'none', 'required' or a function$", ""),
-    ),
-)
 
 
 def chat_request(service: Service, request: GenerationFields) -> ChatRequest:
@@ -85,7 +61,7 @@ def chat_request(service: Service, request: GenerationFields) -> ChatRequest:
 def sampling_fields(service: Service, options: OllamaOptions) -> JSON:
     """Return how a chat completion samples: as the options say, or else as local models do."""
     penalty = 1.0 if options.repeat_last_n == 0 else options.repeat_penalty
-    given = {name: getattr(options, name) for name in SAME_NAME} | {"repetition_penalty": penalty}
+    given = {name: getattr(options, name) for name in SAME_OPTIONS} | {"repetition_penalty": penalty}
     return {name: getattr(service.local, name) if value is None else value for name, value in given.items()}
 
 

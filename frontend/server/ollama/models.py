@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
 
 import msgspec
 
+from pagewire.frontend.client import template_source
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.protocol import (
@@ -18,41 +20,70 @@ from pagewire.frontend.server.ollama.protocol import (
     RunningModels,
     ShownModel,
 )
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.chat_template import template_source
+from pagewire.frontend.server.serving.service import ModelEntry, Service, Services
+from pagewire.ipc.files.hub_names import quantisation_of
 
 NEVER = "9999-12-31T23:59:59Z"
 UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-def listed_models(service: Service) -> ListedModels:
-    """Return all names of the served models, and their adapters."""
-    return ListedModels([listed(own, name) for own, name in names(service)])
+def listed_models(services: Services) -> ListedModels:
+    """Return all names of the served models, and their adapters; those that are not loaded come last."""
+    models = [listed(services, own, name) for own, name in names(services)]
+    loaded = {model.name for model in models}
+    absent = [entry for entry in services.entries if entry.name not in loaded]
+    return ListedModels(models + [unloaded(services, entry) for entry in absent])
 
 
-def running_models(service: Service) -> RunningModels:
-    """Return the same: they are all in memory."""
-    return RunningModels([running(own, name) for own, name in names(service)])
+def unloaded(services: Services, entry: ModelEntry) -> ListedModel:
+    """Return the description of a model that is not loaded: what was pulled of it, else only its name."""
+    details = ModelDetails("", "", "", [], "", "")
+    if (pulled := services.pulled_model(entry.name)) is not None:
+        details.format = "gguf" if pulled.tag else "safetensors"
+        details.quantization_level = quantisation_of(pulled.files[0].name) or ""
+    return described(services, entry.name, entry.model, details)
 
 
-def names(service: Service) -> Iterator[tuple[Service, str]]:
-    """Yield all names, each with the service of its model."""
-    for own in service.all:
+def described(services: Services, name: str, model: str, details: ModelDetails) -> ListedModel:
+    """Return the description of a name, with what is known of its files.
+
+    The digest stays while a model comes and goes.
+    """
+    pulled, created, size, content = services.pulled_model(name), services.created, 0, model
+    if pulled is not None:
+        created, size, content = pulled.pulled_at, pulled.num_bytes, pulled.content
+    digest = hashlib.sha256(msgspec.json.encode((name, content))).hexdigest()
+    return ListedModel(name, name, timestamp(created), size, digest, details)
+
+
+def running_models(services: Services) -> RunningModels:
+    """Return the names of the models in memory."""
+    models = [running(services, own, name) for own, name in names(services)]
+    for model in models:
+        if (seconds := services.seconds_left(model.name)) is not None:
+            model.expires_at = timestamp(int(time.time() + seconds))
+    return RunningModels(models)
+
+
+def names(services: Services) -> Iterator[tuple[Service, str]]:
+    """Yield all names of the loaded models, each with the service of its model."""
+    for own in services.all:
         for name in own.all_names:
             yield own, name
 
 
-def listed(service: Service, name: str) -> ListedModel:
+def listed(services: Services, service: Service, name: str) -> ListedModel:
     """Return the description of one name."""
-    details, figures = details_of(service), service.info.figures
-    digest = hashlib.sha256(msgspec.json.encode((name, service.info.model_path, details))).hexdigest()
-    size = 0 if figures is None else figures.file_bytes
-    return ListedModel(name, name, timestamp(service.created), size, digest, details)
+    figures = service.info.figures
+    found = described(services, name, service.info.model, details_of(service))
+    if figures is not None and not found.size:
+        found.size = figures.file_bytes
+    return found
 
 
-def running(service: Service, name: str) -> RunningModel:
+def running(services: Services, service: Service, name: str) -> RunningModel:
     """Return the description of one name with what it takes in memory."""
-    figures, model = service.info.figures, listed(service, name)
+    figures, model = service.info.figures, listed(services, service, name)
     on_gpu = 0 if figures is None or service.info.device == "cpu" else figures.weight_bytes
     return RunningModel(
         **msgspec.structs.asdict(model),
@@ -70,7 +101,7 @@ def shown(service: Service, name: str | None) -> ShownModel:
     """
     if name is None:
         raise APIError(400, "model is required")
-    service.model(name)
+    service.check_known(name)
     info, options = service.info, service.options
     tokenizer, template = service.optional_tokenizer(name), ""
     if tokenizer is not None:
@@ -92,21 +123,8 @@ def shown(service: Service, name: str | None) -> ShownModel:
         template=template,
         details=details_of(service),
         model_info=model_info,
-        capabilities=capabilities(service),
+        capabilities=service.capabilities,
     )
-
-
-def capabilities(service: Service) -> list[str]:
-    """Return what clients may ask of a model."""
-    if service.info.pooling is not None:
-        return ["embedding"]
-    formats, media = service.formats, service.info.media
-    more = {
-        "vision": media is not None and "image" in media.kinds,
-        "tools": formats.auto,
-        "thinking": formats.reasoning is not None,
-    }
-    return ["completion", *(name for name, able in more.items() if able)]
 
 
 def details_of(service: Service) -> ModelDetails:

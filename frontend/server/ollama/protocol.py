@@ -75,7 +75,8 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True):
 class OllamaFields(msgspec.Struct, kw_only=True):
     """Fields that all requests with an answer have.
 
-    keep_alive: no effect, which is said: the model stays loaded while the server runs.
+    keep_alive: for how long the model stays loaded after the request: seconds, or a text such as "5m"; 0: it ends
+    at once, less than 0: not for being idle. Of a model that is not loaded on demand: no effect, which is said.
     priority, cache_salt, timeout: those of chat completions.
     """
 
@@ -151,6 +152,27 @@ class ShowRequest(msgspec.Struct):
     model: Name | None = None
     name: Name | None = None
     verbose: bool | None = None
+
+
+class PullRequest(msgspec.Struct):
+    """POST /api/pull.
+
+    model: of the Hugging Face hub, hf:owner/repository:Q4_K_M or hf.co/owner/repository:Q4_K_M; without a
+    quantisation the repository's Q4_K_M, else another one. name: older name of `model`. stream: true by default.
+    insecure: no effect.
+    """
+
+    model: Name | None = None
+    name: Name | None = None
+    stream: bool | None = None
+    insecure: bool | None = None
+
+
+class DeleteRequest(msgspec.Struct):
+    """DELETE /api/delete. model: one that was pulled. name: older name of `model`."""
+
+    model: Name | None = None
+    name: Name | None = None
 
 
 # ---------------------------------------------------------------- responses
@@ -244,8 +266,8 @@ class ModelDetails(msgspec.Struct):
 class ListedModel(msgspec.Struct):
     """A name of a served model, or of an adapter.
 
-    modified_at: the start of the server. size: bytes of its files; 0: not known.
-    digest: sha256 of its name and its details, not of its files.
+    modified_at: when it was pulled, else the start of the server. size: bytes of its files; 0: not known.
+    digest: sha256 of its name and its model, for a pulled one of the digests of its files.
     """
 
     name: str
@@ -260,6 +282,15 @@ class ListedModels(msgspec.Struct):
     """The response of /api/tags."""
 
     models: list[ListedModel]
+
+
+class PullStatus(msgspec.Struct, omit_defaults=True):
+    """A line of the stream of /api/pull. total, completed: bytes of the file with this digest."""
+
+    status: str
+    digest: str = ""
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
 
 
 class RunningModel(ListedModel):

@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.api.off_loop import off_loop, tokenizing
-from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.client import (
+    TokensPrompt,
+    check_generates,
+    encode_within,
+    infill_form,
+    off_loop,
+    tokenizing,
+)
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.http.response import HttpResponse
+from pagewire.frontend.server.ollama import managing
 from pagewire.frontend.server.ollama.conversation import (
     chat_request,
     check_options,
-    in_ollama_terms,
     prompt_for,
 )
+from pagewire.frontend.server.ollama.field_names import FIELD_NAMES
 from pagewire.frontend.server.ollama.models import listed_models, running_models, shown
 from pagewire.frontend.server.ollama.protocol import (
     ListedModels,
@@ -47,48 +56,41 @@ from pagewire.frontend.server.pooling.requests import inputs_in, params_in, pool
 from pagewire.frontend.server.pooling.results import GAP, filled
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.infill import infill_form
-from pagewire.frontend.text.length import encode_within
-from pagewire.frontend.text.prompts import TokensPrompt
-from pagewire.ipc.quoting import quoted
+from pagewire.frontend.server.serving.service import Service, Services
+from pagewire.frontend.server.shelf.services import seconds_of
 from pagewire.ipc.version import __version__
 from pagewire.ipc.wire.codec import Tensor
 
+R = TypeVar("R", bound=OllamaChatRequest | OllamaGenerateRequest)
+
 SHOWN = Decoder(ShowRequest)
-MANAGING = (
-    ("POST", "/api/pull"),
-    ("POST", "/api/push"),
-    ("POST", "/api/create"),
-    ("POST", "/api/copy"),
-    ("DELETE", "/api/delete"),
-    ("POST", "/api/blobs/{digest}"),
-)
-"""Calls of Ollama's that manage models."""
+# The version of Ollama whose API this is: clients such as Codex ask for one that has /v1/responses.
+API_VERSION = "0.13.4"
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes of the endpoints."""
 
     async def tags(request: Request) -> Response:
-        return json_response(listed_models(service))
+        return json_response(listed_models(services))
 
     async def ps(request: Request) -> Response:
-        return json_response(running_models(service))
+        return json_response(running_models(services))
 
     async def show(request: Request) -> Response:
-        fields = await read_request(request, SHOWN, service.options)
+        fields = await read_request(request, SHOWN, services.options)
         name = fields.model or fields.name
-        return json_response(shown(service.of(name), name))
+        async with services.use(name) as service:
+            return json_response(shown(service, name))
 
     async def version(request: Request) -> Response:
-        return json_response({"version": __version__})
+        return json_response({"version": f"{API_VERSION}+pagewire.{__version__}"})
 
     return [
         Operation(
             "POST",
             "/api/chat",
-            GenerationEndpoint(service, "chat-", OllamaChatRequest, chat, in_ollama_terms),
+            OllamaEndpoint(services, "chat-", OllamaChatRequest, chat, FIELD_NAMES),
             "Generate the next message of a conversation, in the shape of Ollama's API.",
             body=OllamaChatRequest,
             result=OllamaChatAnswer,
@@ -97,7 +99,7 @@ def routes(service: Service) -> list[Operation]:
         Operation(
             "POST",
             "/api/generate",
-            GenerationEndpoint(service, "generate-", OllamaGenerateRequest, generate, in_ollama_terms),
+            OllamaEndpoint(services, "generate-", OllamaGenerateRequest, generate, FIELD_NAMES),
             "Answer a prompt, in the shape of Ollama's API.",
             body=OllamaGenerateRequest,
             result=OllamaGenerateAnswer,
@@ -106,7 +108,7 @@ def routes(service: Service) -> list[Operation]:
         Operation(
             "POST",
             "/api/embed",
-            GenerationEndpoint(service, "embed-", OllamaEmbedRequest, embed, in_ollama_terms),
+            GenerationEndpoint(services, "embed-", OllamaEmbedRequest, embed, FIELD_NAMES),
             "Embed texts, in the shape of Ollama's API.",
             body=OllamaEmbedRequest,
             result=OllamaEmbedAnswer,
@@ -114,7 +116,7 @@ def routes(service: Service) -> list[Operation]:
         Operation(
             "POST",
             "/api/embeddings",
-            GenerationEndpoint(service, "embed-", OllamaEmbeddingsRequest, embeddings, in_ollama_terms),
+            GenerationEndpoint(services, "embed-", OllamaEmbeddingsRequest, embeddings, FIELD_NAMES),
             "Embed a text, in the older shape of Ollama's API.",
             body=OllamaEmbeddingsRequest,
             result=OllamaEmbeddingsAnswer,
@@ -124,18 +126,24 @@ def routes(service: Service) -> list[Operation]:
         ),
         Operation("GET", "/api/ps", ps, "List models in memory.", result=RunningModels),
         Operation("POST", "/api/show", show, "Describe a model.", body=ShowRequest, result=ShownModel),
-        Operation("GET", "/api/version", version, "The version.", result=dict[str, str]),
-        *(
-            Operation(method, path, refuse, "Refused: it would manage models.", failures=["400"])
-            for method, path in MANAGING
+        Operation(
+            "GET", "/api/version", version, "The version of Ollama with this API.", result=dict[str, str]
         ),
+        *managing.routes(services),
     ]
 
 
-async def refuse(request: Request) -> Response:
-    """Refuse to manage models. Raises APIError."""
-    message = f"{quoted(request.url.path)} is not served: a server has the models with which it was started"
-    raise APIError(400, f"{message}; start another one with `pagewire serve MODEL`")
+class OllamaEndpoint(GenerationEndpoint[R]):
+    """Generates; without a prompt, and with `keep_alive` 0, the model is ended, and not loaded before."""
+
+    async def _use(self, request: R, exchange: Exchange, response: HttpResponse) -> None:
+        generates = isinstance(request, OllamaGenerateRequest)
+        prompt = request.prompt if isinstance(request, OllamaGenerateRequest) else request.messages
+        ends = not prompt and request.keep_alive is not None and not seconds_of(request.keep_alive)
+        if ends and (name := self.services.unload(request.model)) is not None:
+            await response.send_json(200, loaded(name, generates, "unload"))
+            return
+        await super()._use(request, exchange, response)
 
 
 async def chat(service: Service, request: OllamaChatRequest, exchange: Exchange) -> bytes | Events:
@@ -178,7 +186,8 @@ async def prepare_raw(service: Service, request: ChatRequest, text: str, exchang
     service.model(request.model)
     check_generates(service.info)
     tokenizer = service.tokenizer_of(request.model)
-    ids = await tokenizing(len(text), encode_within, tokenizer, text, service.info.max_model_len)
+    limit, salt = service.info.max_model_len, request.cache_salt
+    ids = await tokenizing(len(text), encode_within, tokenizer, text, limit, True, False, salt)
     exchange.prompt = text
     prompt, tools = TokensPrompt(prompt_token_ids=ids, prompt=text), ToolUse()
     params = params_of(service, request, tools, prompt)

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from pagewire.frontend.requests.outputs import CompletionOutput
+from pagewire.frontend.client import CompletionOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.protocol import (
@@ -98,10 +98,10 @@ class OllamaWriter:
         return chat_logprobs(self._names, part.token_ids, part.logprobs or (), top).content or []
 
 
-def loaded(model: str, generates: bool) -> bytes:
-    """Return the answer to a request without a prompt: the model is loaded."""
+def loaded(model: str, generates: bool, reason: str = "load") -> bytes:
+    """Return the answer to a request without a prompt: the model is loaded, or (reason "unload") it is not."""
     fields: dict[str, Any] = {"model": model, "created_at": timestamp(time.time())}
-    fields |= {"done": True, "done_reason": "load"}
+    fields |= {"done": True, "done_reason": reason}
     if generates:
         return sse.ENCODER.encode(OllamaGenerateAnswer(**fields, response=""))
     return sse.ENCODER.encode(OllamaChatAnswer(**fields, message=OllamaMessage("assistant", "")))

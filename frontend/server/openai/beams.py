@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TypeAlias
 
-from pagewire.frontend.api.off_loop import num_chars, tokenizing
-from pagewire.frontend.requests.beam_search import (
-    BeamSearchSequence,
-    add_text,
-    beam_steps,
-    completion,
-    end_tokens,
-    tokens_prompt,
+from pagewire.frontend.client import (
+    LoRARequest,
+    PromptAdapterRequest,
+    PromptType,
+    RequestOutput,
+    TokensPrompt,
+    search_all,
 )
-from pagewire.frontend.requests.inputs import truncated
-from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.requests.outputs import RequestOutput
-from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.constraints import demands
 from pagewire.frontend.server.openai.protocol import SamplingFields
 from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.serving.exchange import Exchange, check_aborted
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.prompts import PromptType, TokensPrompt, text_of
 from pagewire.ipc.beams import refusal
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
 RANKS = "beams are extended by tokens, without a grammar; sample with best_of instead"
-Complete: TypeAlias = Callable[[list[TokensPrompt], SamplingParams], Awaitable[list[RequestOutput]]]
 
 
 def check_beam_fields(request: SamplingFields) -> None:
     """Check that a request's fields fit its `use_beam_search`.
 
     Raises:
-        APIError: a field has no meaning in beam search, or has one only there.
+        APIError, ValueError: a field has no meaning in beam search, or has one only there.
     """
     if (refused := refusal(request, bool(request.use_beam_search))) is not None:
-        raise APIError(400, refused[1], param=refused[0])
+        raise refused
     if not request.use_beam_search:
         return
     if request.stream:
@@ -93,15 +85,7 @@ async def beam_outputs(
         raise APIError(
             400, "tool_choice cannot require calls with use_beam_search: " + RANKS, param="tool_choice"
         )
-    session, limit = service.engine.session, service.info.max_model_len
-    search_params = beam_params(service, request, params)
-    truncates = params.truncate_prompt_tokens is not None
     adapter = service.adapter(request.model)
-    tokenizer = session.tokenizer_for(adapter)
-    batch = []
-    for prompt in prompts:
-        token_ids = await tokenizing(num_chars(prompt), session.tokenize, prompt, truncates, adapter)
-        batch.append(tokens_prompt(salted(prompt, request.cache_salt), truncated(token_ids, params, limit)))
     complete = partial(
         complete_all,
         service,
@@ -110,49 +94,16 @@ async def beam_outputs(
         lora_request=adapter,
         prompt_adapter_request=service.prompt_adapter(request.model),
     )
-    groups = await search(service, batch, search_params, params, complete)
-    outputs = []
-    for prompt, tokens, group in zip(prompts, batch, groups, strict=True):
-        best = group[: request.n or 1]
-        for beam in best:
-            add_text(
-                beam,
-                search_params,
-                tokenizer,
-                params.skip_special_tokens,
-                params.spaces_between_special_tokens,
-            )
-        completions = [completion(index, beam) for index, beam in enumerate(best)]
-        ids = tokens["prompt_token_ids"]
-        outputs.append(RequestOutput(exchange.id, text_of(prompt), ids, None, completions, True))
-    return outputs
-
-
-async def search(
-    service: Service,
-    prompts: list[TokensPrompt],
-    params: BeamSearchParams,
-    edits: SamplingParams,
-    complete: Complete,
-) -> list[list[BeamSearchSequence]]:
-    """Run the steps of a beam search on the engine, and return the beams of each prompt, best first."""
-    info = service.info
-    steps = beam_steps(
-        prompts,
+    return await search_all(
+        service.engine.session,
+        [salted(prompt, request.cache_salt) for prompt in prompts],
+        beam_params(service, request, params),
         params,
-        ends=end_tokens(params, service.engine.session.eos_token_id, info.generation_config),
-        max_model_len=info.max_model_len,
-        max_logprobs=info.max_logprobs,
-        edits=edits,
+        complete,
+        request_id=exchange.id,
+        num_best=request.n or 1,
+        lora_request=adapter,
     )
-    outputs: list[RequestOutput] | None = None
-    while True:
-        try:
-            batch, step_params = next(steps) if outputs is None else steps.send(outputs)
-        except StopIteration as stop:
-            beams: list[list[BeamSearchSequence]] = stop.value
-            return beams
-        outputs = await complete(batch, step_params)
 
 
 async def complete_all(

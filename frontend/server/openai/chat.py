@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.api.off_loop import off_loop
-from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput, best_outputs
+from pagewire.frontend.client import CompletionOutput, RequestOutput, check_template, off_loop
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
+from pagewire.frontend.server.openai.custom_tools import CustomCalls, in_functions, merged
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from pagewire.frontend.server.openai.prepared_chat import Outputs, PreparedChat, prepare
 from pagewire.frontend.server.openai.protocol import (
@@ -24,28 +24,33 @@ from pagewire.frontend.server.openai.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
-    ToolCall,
+    ChatToolCall,
 )
-from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, joined, read
+from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, read
 from pagewire.frontend.server.openai.sampling import check_stream_options
 from pagewire.frontend.server.openai.size import writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.chat_template import check_template
+from pagewire.frontend.server.serving.retention import kept
+from pagewire.frontend.server.serving.service import Service, Services
 
 SERVICE_TIER = "default"  # the only one that there is
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint.
 
     Raises:
         ValueError: the server's own chat template cannot be used.
     """
-    if service.options.chat_template is not None and service.engine.session.tokenizer is not None:
-        check_template(service.tokenizer, service.options.chat_template)
-    endpoint = GenerationEndpoint(service, "chatcmpl-", ChatRequest, answer)
+    template = services.options.chat_template
+    if (
+        template is not None
+        and isinstance(services, Service)
+        and services.engine.session.tokenizer is not None
+    ):
+        check_template(services.tokenizer, template)
+    endpoint = GenerationEndpoint(services, "chatcmpl-", ChatRequest, answer)
     return [
         Operation(
             "POST",
@@ -67,10 +72,13 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
         Exceptions of the engine.
     """
     check_beam_fields(request)
+    request, custom = in_functions(request)
     chat = await prepare(service, request, exchange)
-    writer = ChatWriter(chat)
+    writer = ChatWriter(chat, custom)
     if request.use_beam_search:
-        (output,) = await beam_outputs(service, request, [chat.prompt], chat.params, exchange)
+        (output,) = await beam_outputs(
+            service, request, [kept(chat.prompt, chat.retention)], chat.params, exchange
+        )
         return writer.whole(output)
     batches = chat.outputs()
     if request.stream:
@@ -81,19 +89,14 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     return await off_loop(writing_size([final]), writer.whole, final)
 
 
-def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:
-    """Combine deltas into whole calls, which have no `index`."""
-    return [msgspec.structs.replace(call, index=UNSET) for call in joined(deltas)]
-
-
 class ChatWriter:
-    """Converts the engine's outputs to the response to one request.
+    """Converts the engine's outputs to the response to one request. custom: names of its custom tools.
 
     Raises:
         APIError: from the constructor, for an unknown model or contradictory fields.
     """
 
-    def __init__(self, chat: PreparedChat) -> None:
+    def __init__(self, chat: PreparedChat, custom: frozenset[str]) -> None:
         service, request = chat.service, chat.request
         self.service, self.request, self.exchange, self._chat = service, request, chat.exchange, chat
         self.model = service.model(request.model)
@@ -104,6 +107,8 @@ class ChatWriter:
             service.options.return_tokens_as_token_ids if as_ids is None else as_ids,
         )
         self._parsers: dict[int, ReplyParser] = {}
+        self._calls: dict[int, CustomCalls] = {}
+        self._custom = custom
         self._called: set[int] = set()
         self._service_tier = UNSET if request.service_tier is None else SERVICE_TIER
         self._role, self._opening = self._role_and_opening()
@@ -115,7 +120,7 @@ class ChatWriter:
             id=self.exchange.id,
             created=self.exchange.created,
             model=self.model,
-            choices=[self._choice(part) for part in best_outputs(output.outputs, self.request.n or 1)],
+            choices=[self._choice(part) for part in output.best(self.request.n or 1)],
             usage=self.exchange.usage(),
             service_tier=self._service_tier,
             prompt_logprobs=None
@@ -160,6 +165,15 @@ class ChatWriter:
             self._called.add(part.index)
         return delta
 
+    def _calls_in(self, part: CompletionOutput, reply: ReplyDelta) -> list[ChatToolCall]:
+        """The tool calls of an increment of an output, or those of a whole one."""
+        calls = self._calls.setdefault(part.index, CustomCalls(self._custom))
+        return calls.read(reply.tool_calls, part.finished())
+
+    def _whole_calls(self, part: CompletionOutput, reply: ReplyDelta) -> list[ChatToolCall]:
+        """The calls of a whole output, which have no `index`."""
+        return [msgspec.structs.replace(call, index=UNSET) for call in merged(self._calls_in(part, reply))]
+
     def _finish_reason(self, part: CompletionOutput) -> str | None:
         calls = part.index in self._called and part.finish_reason == "stop"
         return "tool_calls" if calls else part.finish_reason
@@ -178,7 +192,7 @@ class ChatWriter:
                 role=self._role,
                 content=content if content or not reply.tool_calls else None,
                 reasoning_content=reply.reasoning or UNSET,
-                tool_calls=whole_calls(reply.tool_calls) or UNSET,
+                tool_calls=self._whole_calls(part, reply) or UNSET,
             ),
             logprobs=self._logprobs(part),
             finish_reason=self._finish_reason(part),
@@ -212,7 +226,7 @@ class ChatWriter:
             delta=ChatDelta(
                 content=reply.content or UNSET,
                 reasoning_content=reply.reasoning or UNSET,
-                tool_calls=reply.tool_calls or UNSET,
+                tool_calls=self._calls_in(part, reply) or UNSET,
             ),
             logprobs=self._logprobs(part),
             finish_reason=self._finish_reason(part),

@@ -9,9 +9,21 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.api.off_loop import off_loop, tokenizing
-from pagewire.frontend.requests.inputs import prompts_of
-from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput, best_outputs
+from pagewire.frontend.client import (
+    CompletionOutput,
+    ContextLengthError,
+    PromptLogprobs,
+    RequestOutput,
+    TextOffsets,
+    Tokenizer,
+    check_characters,
+    encode_within,
+    infill_form,
+    off_loop,
+    prompt_offsets,
+    prompts_of,
+    tokenizing,
+)
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
@@ -33,21 +45,16 @@ from pagewire.frontend.server.openai.sampling import (
 from pagewire.frontend.server.openai.size import check_amount, logprob_budget, writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.infill import infill_form
-from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
-from pagewire.frontend.text.logprobs import PromptLogprobs
-from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
-from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.frontend.server.serving.service import Service, Services
 from pagewire.ipc.wire.budget import MAX_PROMPTS
 from pagewire.ipc.wire.params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint."""
-    endpoint = GenerationEndpoint(service, "cmpl-", CompletionRequest, complete)
+    endpoint = GenerationEndpoint(services, "cmpl-", CompletionRequest, complete)
     return [
         Operation(
             "POST",
@@ -75,7 +82,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     check_amount(service, len(prompts), params)
     if request.add_special_tokens is False:
         tokenizer = service.tokenizer_of(request.model)
-        prompts = await without_special_tokens(service, tokenizer, prompts, params)
+        prompts = await without_special_tokens(service, tokenizer, prompts, params, request.cache_salt)
     exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
     if request.use_beam_search:
         return writer.whole(await beam_outputs(service, request, prompts, params, exchange))
@@ -160,7 +167,7 @@ def infills(service: Service, request: CompletionRequest, suffix: str, prompts: 
 
 
 async def without_special_tokens(
-    service: Service, tokenizer: Tokenizer, prompts: list[Any], params: SamplingParams
+    service: Service, tokenizer: Tokenizer, prompts: list[Any], params: SamplingParams, salt: str | None
 ) -> list[Any]:
     """Tokenize the prompts that are text, without adding special tokens; returns them as dicts with both.
 
@@ -172,7 +179,7 @@ async def without_special_tokens(
     def tokenized(prompt: Any) -> Any:
         if not isinstance(prompt, str):
             return prompt
-        ids = encode_within(tokenizer, prompt, service.info.max_model_len, False, truncates)
+        ids = encode_within(tokenizer, prompt, service.info.max_model_len, False, truncates, salt)
         return {"prompt": prompt, "prompt_token_ids": ids}
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
@@ -216,7 +223,7 @@ class CompletionWriter:
         choices = []
         for index, output in enumerate(outputs):
             self._take_prompt(index, output)
-            best = best_outputs(output.outputs, self._num_choices)
+            best = output.best(self._num_choices)
             choices += [self._choice(index, output, part, first=True) for part in best]
         return sse.ENCODER.encode(self._completion(choices, usage=self.exchange.usage()))
 

@@ -25,7 +25,6 @@ from pagewire.frontend.server.parsing.call_formats import (
     sequence,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse
-from pagewire.frontend.server.parsing.reasoning import REASONING
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 
 GUIDED = {
@@ -123,6 +122,8 @@ def constrained(
                 "response_format has no effect: tool_choice requires calls, which follow the schemas of tools"
             )
         structure = StructuredOutputsParams(json=tools.schema)
+        if tools.form is not None:
+            structure = as_format(structure, tools.form)
         structure = as_answer(structure, tools)
     elif structure is not None and structure.structural_tag is None and tools.call_format is not None:
         answer = format_in(as_answer(structure, tools))
@@ -139,7 +140,7 @@ def constrained(
 
 def as_answer(structure: StructuredOutputsParams, tools: ToolUse) -> StructuredOutputsParams:
     """Return the constraint on an answer, which some models begin with a mark."""
-    begin = "" if tools.reasoning is None else REASONING[tools.reasoning].answer_begin
+    begin = "" if tools.reasoning is None else tools.reasoning.answer_begin
     return as_format(structure, sequence(const(begin), format_in(structure))) if begin else structure
 
 

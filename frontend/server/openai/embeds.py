@@ -6,14 +6,14 @@ import base64
 import binascii
 from typing import Any
 
-from pagewire.frontend.api.off_loop import off_loop
-from pagewire.frontend.requests.embeds import KEY
-from pagewire.frontend.requests.safetensors import read_tensors
+from pagewire.frontend.client import off_loop, read_tensors
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.protocol import CompletionRequest
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.wire.budget import MAX_PROMPTS
 from pagewire.ipc.wire.codec import Tensor
+
+KEY = "prompt_embeds"  # of a request, and of a prompt
 
 
 async def embeds_in(service: Service, request: CompletionRequest) -> list[Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from pagewire.frontend.client import ContextLengthError, TokensPrompt
 from pagewire.frontend.server.openai.prepared_chat import counted, prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.length import ContextLengthError
-from pagewire.frontend.text.prompts import TokensPrompt
 
 
 async def fitting_prompt(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from pagewire.frontend.client import Logprob, Tokenizer, token_bytes, token_text
 from pagewire.frontend.server.openai.protocol import (
     CandidateLogprob,
     ChatLogprobs,
@@ -12,8 +13,6 @@ from pagewire.frontend.server.openai.protocol import (
     PromptLogprob,
     TokenLogprob,
 )
-from pagewire.frontend.text.logprobs import Logprob, token_bytes, token_text
-from pagewire.frontend.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON cannot represent
 

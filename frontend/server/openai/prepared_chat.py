@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 
-from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, media_work, off_loop, tokenizing
-from pagewire.frontend.media.keys import has_media
-from pagewire.frontend.requests.inputs import check_generates, salt_of
-from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.client import (
+    OFF_LOOP_CHARS,
+    CompletionOutput,
+    RequestOutput,
+    TokensPrompt,
+    as_text,
+    chat_prompt,
+    check_generates,
+    has_media,
+    media_work,
+    off_loop,
+    salt_of,
+    tokenizing,
+)
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.openai.constraints import constrained, demands
@@ -31,17 +41,15 @@ from pagewire.frontend.server.openai.size import (
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
 from pagewire.frontend.server.parsing.reasoning import (
-    REASONING,
     begins_within,
     parser_for,
     reasoning_format,
     thinking,
 )
 from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.retention import kept, wishes_of
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.chat_template import chat_prompt
-from pagewire.frontend.text.conversation import as_text
-from pagewire.frontend.text.prompts import TokensPrompt
+from pagewire.ipc.wire.items import Retention
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.thinking import ThinkingMarks
 
@@ -56,6 +64,7 @@ class PreparedChat:
     Attributes:
         tools: how it uses tools, and how its outputs are parsed.
         prompt: the rendered conversation. params: the engine's parameters.
+        retention: wishes that the prompt stays cached.
     """
 
     service: Service
@@ -64,12 +73,13 @@ class PreparedChat:
     tools: ToolUse
     prompt: TokensPrompt
     params: SamplingParams
+    retention: list[Retention] = field(default_factory=list)
 
     def outputs(self) -> Outputs:
         """Submit the request, and return an iterator over batches of its outputs."""
         service, request = self.service, self.request
         return service.engine.generate_all(
-            [salted(self.prompt, request.cache_salt)],
+            [kept(salted(self.prompt, request.cache_salt), self.retention)],
             self.params,
             self.exchange.id,
             priority=request.priority or 0,
@@ -114,11 +124,12 @@ async def prepare(
     service.model(request.model)
     check_chat(request)
     check_generates(service.info)
+    retention = wishes_of(request)
     tools = await tools_of(service, request)
     prompt = await (render or prompt_of)(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
     params = await off_loop(check_tools(tools.prompted), params_of, service, request, tools, prompt)
-    return PreparedChat(service, request, exchange, tools, prompt, params)
+    return PreparedChat(service, request, exchange, tools, prompt, params, retention)
 
 
 def check_chat(request: ChatRequest) -> None:
@@ -157,18 +168,18 @@ async def tools_of(service: Service, request: ChatRequest, counts: bool = False)
             request.tools,
             request.tool_choice,
             parallel=request.parallel_tool_calls is not False,
-            parser=service.formats.tools,
+            parser=service.formats.dialect,
             auto=service.formats.auto,
             prompt_unused=options.prompt_unused_tools,
             counts=counts,
             constrained=options.constrain_auto_tools and not request.use_beam_search,
         ),
     )
-    if service.formats.reasoning is None:
+    if service.formats.marks is None:
         return tools
     if options.enable_in_reasoning and (tools.schema is not None or demands(request)):
         return tools  # the constraint covers the whole output, so there is no reasoning
-    return thinking(tools, service.formats.reasoning)
+    return thinking(tools, service.formats.marks)
 
 
 def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: TokensPrompt) -> SamplingParams:
@@ -207,8 +218,8 @@ def marks_of(tools: ToolUse, prompt: str, continued: str | None) -> ThinkingMark
             "output has none since it follows a schema; --reasoning-parser names a format"
         )
         raise APIError(400, message, param="thinking_token_budget")
-    marks = REASONING[tools.reasoning]
-    return ThinkingMarks(marks.open, marks.close, begins_within(tools.reasoning, prompt, continued))
+    marks = tools.reasoning
+    return ThinkingMarks(marks.open, marks.close, begins_within(marks, prompt, continued))
 
 
 async def prompt_of(
@@ -259,12 +270,14 @@ async def prompt_of(
             add_generation_prompt=generation,
             continue_final_message=continues,
             tools=tools.prompted,
+            prompts_tools=service.formats.prompts_tools,
             chat_template_kwargs=given,
             on_warning=warnings.append,
             add_special_tokens=bool(request.add_special_tokens),
             max_model_len=service.info.max_model_len,
             media=service.info.media,
             mm_processor_kwargs=request.mm_processor_kwargs,
+            salt=request.cache_salt or None,
             truncates=counts or request.truncate_prompt_tokens is not None,
         )
 

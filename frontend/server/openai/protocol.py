@@ -208,7 +208,10 @@ class ChatRequest(SamplingFields, kw_only=True):
         verbosity: passed to the chat template.
     thinking_token_budget: most tokens of reasoning; then it is ended, and the answer follows.
     safety_identifier: the newer name of `user`.
-    prompt_cache_key, prompt_cache_retention: nothing to choose: every prefix is cached while there is room.
+    prompt_cache_retention: keep the prompt and its answer cached for 24 hours ("24h"), or for five minutes
+        ("in_memory"), within what `--max-retained-share` leaves; every prefix is cached while there is room.
+    prompt_cache_key: names what is kept, so that it can be released; without a retention it has no effect.
+    session_id: keep a session cached under this name, for five minutes after each turn if no retention is given.
     service_tier: the response says "default", which is the only one.
     store, metadata, prediction: no effect: nothing is stored, and no prediction makes an answer faster.
     functions, function_call, audio, web_search_options: not supported.
@@ -240,6 +243,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_retention: Name | None = None
+    session_id: Name | None = None
     web_search_options: dict[str, Any] | None = None
 
 
@@ -336,6 +340,23 @@ class ToolCall(msgspec.Struct, omit_defaults=True):
     type: Literal["function"] | UnsetType = UNSET
 
 
+class CustomCall(msgspec.Struct, omit_defaults=True):
+    """A call of a custom tool; in a stream, an increment. input: text."""
+
+    name: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
+class ChatToolCall(msgspec.Struct, omit_defaults=True):
+    """A tool call of an answer, of a function or of a custom tool; in a stream, an increment."""
+
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     """A generated message. reasoning_content: the model's reasoning."""
 
@@ -343,7 +364,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType | None = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -352,7 +373,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -417,7 +438,11 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """A name of the served model, or an adapter.
 
     root: folder or id of the model or adapter. parent: of an adapter, the model's name.
-    max_model_len: limit of prompt and output together, in tokens.
+    max_model_len, context_window, context_length: limit of prompt and output together, in tokens.
+    state: ready; of a model that is loaded on demand also absent, starting, idle or stopping. What is null is known
+    once it has been loaded. problem: why it did not start when it was last tried. fitted: what `--fit` chose.
+    capabilities: "embedding", or "completion" and some of "vision", "tools" and "thinking".
+    tool_call_parser, reasoning_parser: how calls and thoughts are told apart from text; null: they are not.
     """
 
     id: str
@@ -426,7 +451,17 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "pagewire"
     root: str
     parent: str | None = None
-    max_model_len: int
+    max_model_len: int | None = None
+    context_window: int | None = None
+    context_length: int | None = None
+    input_modalities: list[str] | None = None
+    output_modalities: list[str] | None = None
+    capabilities: list[str] | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    state: str = "ready"
+    problem: str | UnsetType = UNSET
+    fitted: str | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct):

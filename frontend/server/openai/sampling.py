@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 
+from pagewire.frontend.client import PromptType
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import SamplingFields, StreamOptions
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.prompts import PromptType
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 
 SAME_NAME = (
@@ -51,21 +52,21 @@ def sampling_params(
     check_prompt_fields(service, request)
     for name in ("logit_bias", "allowed_token_ids"):  # before each entry is looked at
         if (number := len(getattr(request, name) or ())) > service.info.vocab_size:
-            raise ValueError(
-                f"{name} has {number} entries; the vocabulary has {service.info.vocab_size} tokens"
+            raise FieldValueError(
+                name, f"has {number} entries; the vocabulary has {service.info.vocab_size} tokens"
             )
     given: dict[str, Any] = {
         name: value for name in SAME_NAME if (value := getattr(request, name)) is not None
     }
     number = 1 if request.n is None else request.n
     if request.best_of is not None and request.best_of < number:
-        raise ValueError(f"best_of must be at least n={number}, got {request.best_of}")
+        raise FieldValueError("best_of", f"must be at least n={number}, got {request.best_of}")
     if max_tokens is None:
         max_tokens = service.info.generation_config.get("max_new_tokens")
     selects = (request.best_of or number) > number
     if selects and request.stream:
-        raise ValueError(
-            "best_of greater than n cannot be streamed: the best outputs are known only at the end"
+        raise FieldValueError(
+            "best_of", "greater than n cannot be streamed: the best outputs are known only at the end"
         )
     return msgspec.structs.replace(
         service.defaults,

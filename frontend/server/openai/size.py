@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS
-from pagewire.frontend.requests.answer_budget import LogprobBudget
-from pagewire.frontend.requests.outputs import RequestOutput
+from pagewire.frontend.client import OFF_LOOP_CHARS, LogprobBudget, RequestOutput, check_characters
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.length import check_characters
 from pagewire.ipc.wire.budget import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_VALUES
 from pagewire.ipc.wire.params import SamplingParams, check_logit_edits
 

@@ -9,8 +9,13 @@ from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.api.off_loop import off_loop, tokenizing
-from pagewire.frontend.requests.inputs import check_vocabulary
+from pagewire.frontend.client import (
+    check_vocabulary,
+    encode_within,
+    off_loop,
+    template_source,
+    tokenizing,
+)
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
@@ -27,10 +32,7 @@ from pagewire.frontend.server.openai.protocol import (
 )
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.serving.exchange import while_connected
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.chat_template import template_source
-from pagewire.frontend.text.length import encode_within
-from pagewire.frontend.text.tokenizer import NAMED_TOKENS
+from pagewire.frontend.server.serving.service import Service, Services
 from pagewire.ipc.wire.budget import MIN_DETOKENIZED
 
 MODEL = Query("model", str, "a name of the model or the adapter that is meant; by default the first model")
@@ -38,35 +40,26 @@ TO_TOKENS = Decoder(TokenizeRequest)
 TO_TEXT = Decoder(DetokenizeRequest)
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes of the endpoints."""
 
     async def tokenize(request: Request) -> Response:
-        fields = await read_request(request, TO_TOKENS, service.options)
-        own = service.of(fields.model)
-        tokenizer = own.tokenizer_of(fields.model)
-        tokens = await while_connected(token_ids(own, fields), request.receive)
-        names = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
-        return json_response(TokenizeResponse(tokens, len(tokens), own.info.max_model_len, names))
+        fields = await read_request(request, TO_TOKENS, services.options)
+        async with services.use(fields.model) as own:
+            tokenizer = own.tokenizer_of(fields.model)
+            tokens = await while_connected(token_ids(own, fields), request.receive)
+            names = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
+            return json_response(TokenizeResponse(tokens, len(tokens), own.info.max_model_len, names))
 
     async def detokenize(request: Request) -> Response:
-        fields = await read_request(request, TO_TEXT, service.options)
-        own = service.of(fields.model)
-        tokenizer = own.tokenizer_of(fields.model)
-        limit = max(MIN_DETOKENIZED, own.info.max_model_len)
-        if len(fields.tokens) > limit:
-            raise APIError(
-                400, f"tokens must have at most {limit} entries, got {len(fields.tokens)}", param="tokens"
-            )
-        check_vocabulary("tokens", fields.tokens, own.info.vocab_size)
-        text = await off_loop(
-            len(fields.tokens), lambda: tokenizer.decode(fields.tokens, skip_special_tokens=False)
-        )
-        return json_response(DetokenizeResponse(text))
+        fields = await read_request(request, TO_TEXT, services.options)
+        async with services.use(fields.model) as own:
+            return json_response(DetokenizeResponse(await text_of(own, fields)))
 
     async def show(request: Request) -> Response:
         name = request.query_params.get("model")
-        return json_response(described(service.of(name), name))
+        async with services.use(name) as own:
+            return json_response(described(own, name))
 
     return [
         Operation(
@@ -117,6 +110,24 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
     return await tokenizing(len(text), encode_within, tokenizer, text, max_model_len, special, True)
 
 
+async def text_of(service: Service, fields: DetokenizeRequest) -> str:
+    """Return the text of token ids.
+
+    Raises:
+        APIError, ValueError: the request is invalid.
+    """
+    tokenizer, info = service.tokenizer_of(fields.model), service.info
+    limit = max(MIN_DETOKENIZED, info.max_model_len)
+    if len(fields.tokens) > limit:
+        raise APIError(
+            400, f"tokens must have at most {limit} entries, got {len(fields.tokens)}", param="tokens"
+        )
+    check_vocabulary("tokens", fields.tokens, info.vocab_size)
+    return await off_loop(
+        len(fields.tokens), lambda: tokenizer.decode(fields.tokens, skip_special_tokens=False)
+    )
+
+
 def described(service: Service, name: str | None) -> TokenizerInfo:
     """Return the description of the tokenizer of a model, or of an adapter.
 
@@ -124,9 +135,8 @@ def described(service: Service, name: str | None) -> TokenizerInfo:
         APIError: there is none, or no model with that name.
     """
     tokenizer = service.tokenizer_of(name)
-    special = {
-        token: tokenizer.special_tokens[token] for token in NAMED_TOKENS if token in tokenizer.special_tokens
-    }
+    named = TokenizerInfo.__struct_fields__
+    special = {name: token for name, token in tokenizer.special_tokens.items() if name in named}
     template: str | UnsetType = msgspec.UNSET
     with contextlib.suppress(ValueError):  # there is none
         template = template_source(tokenizer, service.options.chat_template, with_tools=False)

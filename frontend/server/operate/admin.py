@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.client import AsyncLLM
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
@@ -25,8 +25,9 @@ from pagewire.frontend.server.http.query import Query, arguments_of, queries_of
 from pagewire.frontend.server.http.tenants import require_admin
 from pagewire.frontend.server.openai.models import card
 from pagewire.frontend.server.openai.protocol import ModelCard
-from pagewire.frontend.server.serving.service import Service, service_of
+from pagewire.frontend.server.serving.service import Services, services_of
 from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.wire.budget import MAX_NAME_CHARS
 from pagewire.ipc.wire.lora import MAX_PATH_CHARS, AdapterName
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -62,17 +63,37 @@ class UnloadAdapterRequest(msgspec.Struct):
     lora_name: AdapterName
 
 
+class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /update_weights.
+
+    path: a safetensors file, or a folder of some, below the engine's `--weights-dir`.
+    version: a name; by default the number of the update.
+    requests: those that run finish first with the old weights, are recomputed with the new ones, or are ended.
+    """
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARS)]
+    version: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    requests: Literal["finish", "recompute", "abort"] = "finish"
+
+
+class UpdateWeightsResponse(msgspec.Struct):
+    """The version of the weights that the model has now."""
+
+    version: str
+
+
 PROFILER_DIR = "PAGEWIRE_TORCH_PROFILER_DIR"
 HEADER, VALUE = "X-Pagewire-Admin", "1"
 MODEL = Query("model", str, "a name of the model that is meant; by default the first")
 TO_ABORT = Decoder(AbortRequest)
 TO_LOAD = Decoder(LoadAdapterRequest)
 TO_UNLOAD = Decoder(UnloadAdapterRequest)
+TO_UPDATE = Decoder(UpdateWeightsRequest)
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """The endpoints; none unless `--enable-admin` is given."""
-    return operations() if service.options.enable_admin else []
+    return operations() if services.options.enable_admin else []
 
 
 def operations() -> list[Operation]:
@@ -86,6 +107,15 @@ def operations() -> list[Operation]:
         operation("GET", "/is_sleeping", is_sleeping, "Whether memory was given back.", "is_sleeping"),
         operation(
             "POST", "/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes.", "reset_prefix_cache"
+        ),
+        Operation(
+            "POST",
+            "/update_weights",
+            guarded(update_weights),
+            "Let the model have other weights.",
+            query=(MODEL,),
+            body=UpdateWeightsRequest,
+            result=UpdateWeightsResponse,
         ),
         operation("POST", "/start_profile", start_profile, "Record traces of the workers.", "start_profile"),
         operation("POST", "/stop_profile", stop_profile, "Write the traces.", "stop_profile"),
@@ -120,7 +150,7 @@ def guarded(endpoint: Endpoint) -> Endpoint:
     allowed = require_admin(endpoint)
 
     async def checked(request: Request) -> Response:
-        if not service_of(request).options.keyed and request.headers.get(HEADER) != VALUE:
+        if not services_of(request).options.keyed and request.headers.get(HEADER) != VALUE:
             message = f"send the header {HEADER}: {VALUE}, or start the server with --api-key"
             raise APIError(403, message, code="admin_header_missing")
         return await allowed(request)
@@ -132,11 +162,11 @@ def engine_of(request: Request) -> AsyncLLM:
     """The engine that the query's `model` names, or the first.
 
     Raises:
-        APIError: there is no such model.
+        APIError: there is no such model, or it is not loaded.
     """
     name = request.query_params.get("model")
-    service = service_of(request).of(name)
-    service.model(name)
+    service = services_of(request).of(name)
+    service.check_known(name)
     return service.engine
 
 
@@ -182,6 +212,14 @@ async def reset_prefix_cache(request: Request) -> Response:
     )
 
 
+async def update_weights(request: Request) -> Response:
+    """POST /update_weights."""
+    engine = engine_of(request)
+    fields = await read_request(request, TO_UPDATE, services_of(request).options)
+    version = await engine.update_weights(fields.path, fields.version, fields.requests)
+    return json_response(UpdateWeightsResponse(version))
+
+
 async def start_profile(request: Request) -> Response:
     """POST /start_profile.
 
@@ -218,16 +256,16 @@ async def profiled(call: Awaitable[None]) -> None:
 
 async def abort(request: Request) -> Response:
     """POST /abort."""
-    service = service_of(request)
-    ids = (await read_request(request, TO_ABORT, service.options)).request_id
+    services = services_of(request)
+    ids = (await read_request(request, TO_ABORT, services.options)).request_id
     names = [ids] if isinstance(ids, str) else ids
-    aborted = [name for name in names if service.abort(name) or await abort_any(service, name)]
+    aborted = [name for name in names if services.abort(name) or await abort_any(services, name)]
     return json_response(AbortResponse(aborted))
 
 
-async def abort_any(service: Service, name: str) -> bool:
+async def abort_any(services: Services, name: str) -> bool:
     """End a request of another server on one of the engines; False if there is none."""
-    for served in service.all:
+    for served in services.all:
         if await served.engine.abort_any(name):
             return True
     return False
@@ -235,7 +273,7 @@ async def abort_any(service: Service, name: str) -> bool:
 
 async def load_adapter(request: Request) -> Response:
     """POST /v1/load_lora_adapter."""
-    service = service_of(request)
+    service = services_of(request).of(None)
     fields = await read_request(request, TO_LOAD, service.options)
     await service.adapters.load(fields.lora_name, fields.lora_path, fields.load_inplace)
     return json_response(card(service, fields.lora_name))
@@ -243,6 +281,6 @@ async def load_adapter(request: Request) -> Response:
 
 async def unload_adapter(request: Request) -> Response:
     """POST /v1/unload_lora_adapter."""
-    service = service_of(request)
+    service = services_of(request).of(None)
     await service.adapters.unload((await read_request(request, TO_UNLOAD, service.options)).lora_name)
     return json_response({"unloaded": True})

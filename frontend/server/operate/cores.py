@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.operate.admin import guarded
-from pagewire.frontend.server.serving.service import Service, service_of
+from pagewire.frontend.server.serving.service import Service, Services, services_of
 from pagewire.ipc.errors import EngineDeadError, ProtocolError
 
 
@@ -53,9 +53,10 @@ class Core(msgspec.Struct):
 TO_ADD, TO_DRAIN = Decoder(AddCore), Decoder(DrainCore)
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """The endpoints; none unless the server is a router, and has `--enable-admin`."""
-    if not (service.options.enable_admin and isinstance(service.engine.session.connection, Fleet)):
+    routed = isinstance(services, Service) and isinstance(services.engine.session.connection, Fleet)
+    if not (services.options.enable_admin and routed):
         return []
     return [
         Operation("GET", "/cores", guarded(cores), "The cores behind this router.", result=list[Core]),
@@ -80,7 +81,7 @@ async def cores(request: Request) -> Response:
 async def add(request: Request) -> Response:
     """POST /cores."""
     fleet = fleet_of(request)
-    address = (await read_request(request, TO_ADD, service_of(request).options)).address
+    address = (await read_request(request, TO_ADD, services_of(request).options)).address
     try:
         replica = await asyncio.to_thread(fleet.add, address)
     except (EngineDeadError, ProtocolError, OSError) as error:
@@ -91,13 +92,13 @@ async def add(request: Request) -> Response:
 async def drain(request: Request) -> Response:
     """POST /cores/drain."""
     fleet = fleet_of(request)
-    body = await read_request(request, TO_DRAIN, service_of(request).options)
+    body = await read_request(request, TO_DRAIN, services_of(request).options)
     return json_response(described(fleet, await asyncio.to_thread(fleet.drain, body.core, body.move)))
 
 
 def fleet_of(request: Request) -> Fleet:
     """The cores behind the server that handles a request."""
-    fleet: Any = service_of(request).engine.session.connection
+    fleet: Any = services_of(request).of(None).engine.session.connection
     assert isinstance(fleet, Fleet)
     return fleet
 

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.client import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.tenants import ApiTenant, tenant_of
 from pagewire.frontend.server.http.traffic import Traffic
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
-from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.server.serving.service import Services
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.version import __version__
@@ -30,24 +30,30 @@ KEPT_SECONDS = 5.0  # likewise while the core is asked anew, and has not answere
 PATIENCE_SECONDS = 0.25
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """The endpoints of a server."""
-    monitors = [HealthMonitor(served.engine) for served in service.all]
+    monitors: dict[AsyncLLM, HealthMonitor] = {}
+
+    async def reports() -> list[HealthReport]:
+        nonlocal monitors
+        engines = [served.engine for served in services.all]
+        monitors = {engine: monitors.get(engine) or HealthMonitor(engine) for engine in engines}
+        return [await monitor.report() for monitor in monitors.values()]
 
     async def health(request: Request) -> Response:
-        return answered("alive", [await monitor.report() for monitor in monitors])
+        return answered("alive", await reports())
 
     async def ready(request: Request) -> Response:
-        return answered("ready", [await monitor.report() for monitor in monitors])
+        return answered("ready", await reports())
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
 
     async def load(request: Request) -> Response:
-        return json_response({"server_load": len(service.open)})
+        return json_response({"server_load": len(services.open)})
 
     async def metrics(request: Request) -> Response:
-        answers = [await answer_of(served.engine, "metrics") for served in service.all]
+        answers = [await answer_of(served.engine, "metrics") for served in services.all]
         traffic: Traffic = request.app.state.traffic
         rows = visible_rows([row for rows in answers for row in rows], tenant_of(request.scope))
         rows += traffic.rows()

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.server.serving.service import ModelEntry, Service, Services
 from pagewire.ipc.wire.model_figures import ModelFigures
 
 # The parameters that the page has a field for.
@@ -25,7 +25,9 @@ class ServedModel(msgspec.Struct, kw_only=True):
     tools, reasoning: its calls and thoughts are told apart from its text. chats: it has a chat template.
     defaults: sampling parameters that the page sends where a person gives none.
     max_logprobs: most alternatives of a token; -1: any number.
-    max_model_len: tokens of prompt and output. max_num_seqs, max_num_batched_tokens: of a step.
+    max_model_len: tokens of prompt and output; null: the model is loaded at the first request for it, and the
+    other properties are not known either: it is taken for one that chats.
+    max_num_seqs, max_num_batched_tokens: of a step.
     num_blocks: of the KV cache, each for `block_size` tokens. ranks: worker processes that run it together.
     figures: sizes of its weights, in bytes; null: unknown.
     """
@@ -43,7 +45,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     chats: bool
     defaults: dict[str, Any]
     max_logprobs: int
-    max_model_len: int
+    max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
@@ -52,11 +54,14 @@ class ServedModel(msgspec.Struct, kw_only=True):
     figures: ModelFigures | None
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint."""
 
     async def models(request: Request) -> Response:
-        return json_response([described(own, name) for own in service.all for name in own.all_names])
+        models = [described(own, name) for own in services.all for name in own.all_names]
+        loaded = {model.name for model in models}
+        models += [not_loaded(entry) for entry in services.entries if entry.name not in loaded]
+        return json_response(models)
 
     return [
         Operation(
@@ -67,6 +72,32 @@ def routes(service: Service) -> list[Operation]:
             result=list[ServedModel],
         )
     ]
+
+
+def not_loaded(entry: ModelEntry) -> ServedModel:
+    """Return the description of a model that is not loaded."""
+    return ServedModel(
+        name=entry.name,
+        root=entry.model,
+        parent=None,
+        architecture="known once the model is loaded",
+        device="",
+        dtype="",
+        tasks=[],
+        takes=[],
+        tools=False,
+        reasoning=False,
+        chats=True,
+        defaults={},
+        max_logprobs=0,
+        max_model_len=None,
+        max_num_seqs=0,
+        max_num_batched_tokens=0,
+        block_size=0,
+        num_blocks=0,
+        ranks=1,
+        figures=None,
+    )
 
 
 def described(service: Service, name: str) -> ServedModel:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # models write these, too
 ONLY_TEXT = frozenset({"string"})
+MAX_REFERENCES = 8  # of one part to another, and on
 
 
 class ParameterTypes:
@@ -49,6 +50,23 @@ class ParameterTypes:
             if isinstance(parts := part.get(keyword), list) and parts:
                 allowed &= frozenset().union(*map(self.types, parts))
         return allowed or JSON_TYPES
+
+    def inner(self, part: Any, name: str | None) -> Any:
+        """Return the part of the schema for a member of an object, or for the items of a list (None); True: any."""
+        part = self.resolved(part)
+        if name is None:
+            return part.get("items", True)
+        properties = part.get("properties")
+        return properties.get(name, True) if isinstance(properties, dict) else True
+
+    def resolved(self, part: Any) -> dict[str, Any]:
+        """Return a part of the schema, or what its reference names; {} if it is no object."""
+        for _ in range(MAX_REFERENCES):
+            reference = part.get("$ref") if isinstance(part, dict) else None
+            if not isinstance(reference, str):
+                break
+            part = self._referred(reference)
+        return part if isinstance(part, dict) else {}
 
     def _referred(self, reference: str) -> Any:
         """Return the part of the schema that a reference names; True, which allows all, if there is none."""

@@ -5,14 +5,23 @@ Each is a format of a structural tag (`engine_core/grammar/structural_tag.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
 
 from pagewire.frontend.server.parsing.constrained import arguments_schema, moved
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_STRUCTURE_CHARS
+
+GRAMMAR = "x-lark-grammar"  # keyword of a string's schema: the grammar that the string follows
+# Where a grammar in Lark's notation matches any text, whatever comes after it.
+ANY_TEXT = re.compile(
+    r"\[(?:\\s\\S|\\S\\s|\\d\\D|\\w\\W)\]|\.\|\\n|\\n\|\.|\[\^(?!(?:[^\]\\]|\\.){0,200}?(?:\\n|\\s|<))|/[imux]*s[imux]*(?=\s|$)"
+)
 
 Format: TypeAlias = dict[str, Any]
 Functions: TypeAlias = Sequence[dict[str, Any]]
@@ -59,14 +68,72 @@ def tags(forms: Sequence[Format], separator: str, parallel: bool) -> Format:
     }
 
 
-def call_object(function: dict[str, Any], arguments: str) -> Format:
-    """Return the format of a call as an object with `name` and `arguments` (or another name for these)."""
+@dataclass(frozen=True)
+class CallKeys:
+    """The keys of a call that is a JSON object.
+
+    arguments, name: of the arguments and of the function; without `name` the function is the only key, whose value
+    has the arguments. labels: keys before, of numbers as strings.
+    """
+
+    arguments: str = "arguments"
+    name: str = "name"
+    labels: tuple[str, ...] = ()
+
+
+NUMBER = {"type": "string", "pattern": "^[0-9]{1,4}$"}
+
+
+def call_objects(functions: Functions, keys: CallKeys) -> list[Format]:
+    """Return the formats of calls as JSON objects with their name and their arguments.
+
+    If a string of one follows a grammar, all are spelled alike, so that the lexer does not need to look ahead.
+    """
+    if not any(map(input_of, functions)):
+        return [call_object(function, keys) for function in functions]
+    return [spelled_object(function, keys) for function in functions]
+
+
+def input_of(function: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the schema of a function's only parameter `input`, if it is text that follows a grammar; else None."""
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    part = properties.get("input") if len(properties) == 1 else None
+    return part if isinstance(part, dict) and isinstance(part.get(GRAMMAR), str) else None
+
+
+def arguments_format(function: dict[str, Any]) -> Format:
+    """Return the format of a function's arguments as a JSON object."""
+    if (part := input_of(function)) is None:
+        return json_schema(arguments_schema(function))
+    return sequence(const('{"input": '), json_value(part, {}), const("}"))
+
+
+def spelled_object(function: dict[str, Any], keys: CallKeys) -> Format:
+    """Return the format of one of `call_objects`, with the white space of `json.dumps`."""
     name = function["name"]
+    if not keys.name:
+        return sequence(const(f'{{"{name}": '), arguments_format(function), const("}"))
+    parts = [const("{")]
+    for label in keys.labels:
+        parts += [const(f'"{label}": '), json_schema(NUMBER), const(", ")]
+    named = const(f'"{keys.name}": "{name}", "{keys.arguments}": ')
+    return sequence(*parts, named, arguments_format(function), const("}"))
+
+
+def call_object(function: dict[str, Any], keys: CallKeys) -> Format:
+    """Return the format of one of `call_objects`, by a schema."""
+    name = function["name"]
+    arguments = {"$ref": f"#/$defs/{name}"}
+    if keys.name:
+        labels = dict.fromkeys(keys.labels, NUMBER)
+        properties = {**labels, keys.name: {"const": name}, keys.arguments: arguments}
+    else:
+        properties = {name: arguments}
     return json_schema(
         {
             "type": "object",
-            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{name}"}},
-            "required": ["name", arguments],
+            "properties": properties,
+            "required": list(properties),
             "additionalProperties": False,
             "$defs": {name: moved(arguments_schema(function), f"#/$defs/{name}")},
         }
@@ -85,7 +152,20 @@ def triggered(forms: Sequence[Format], triggers: Collection[str], parallel: bool
 
 def json_value(part: Any, definitions: dict[str, Any]) -> Format:
     """Return the format of a value as JSON. part: its schema. definitions: keywords that this may refer to."""
+    if isinstance(part, dict) and isinstance(part.get(GRAMMAR), str):
+        return tag('"', {"type": "grammar", "grammar": part[GRAMMAR], "json_string": True}, '"')
     return json_schema({**part, **definitions} if isinstance(part, dict) else part)
+
+
+def text_value(part: Any) -> Format:
+    """Return the format of a string that stands between marks as it is. part: its schema.
+
+    A grammar of any text is none here: the mark at the end would be a part of the text.
+    """
+    grammar = part.get(GRAMMAR) if isinstance(part, dict) else None
+    if isinstance(grammar, str) and not ANY_TEXT.search(grammar):
+        return {"type": "grammar", "grammar": grammar}
+    return {"type": "any_text"}
 
 
 def listed_arguments(
@@ -103,9 +183,10 @@ def listed_arguments(
     """
     schema = arguments_schema(function)
     if (size := least_size(schema)) > MAX_STRUCTURE_CHARS:
-        raise ValueError(
-            f"tools: the format of their calls would have over {size} characters, and may have "
-            f"{MAX_STRUCTURE_CHARS}: have fewer parameters or definitions, or require the first parameters"
+        raise FieldValueError(
+            "tools",
+            f": the format of their calls would have over {size} characters, and may have "
+            f"{MAX_STRUCTURE_CHARS}: have fewer parameters or definitions, or require the first parameters",
         )
     properties, required, definitions = keywords(schema)
     check_required(properties, required)
@@ -133,7 +214,9 @@ def check_required(properties: Collection[str], required: set[str]) -> None:
         ValueError: one is not.
     """
     if missing := required - set(properties):
-        raise ValueError(f"tools: the required parameter {quoted(min(missing))} is not among the properties")
+        raise FieldValueError(
+            "tools", f": the required parameter {quoted(min(missing))} is not among the properties"
+        )
 
 
 def keywords(schema: dict[str, Any]) -> tuple[dict[str, Any], set[str], dict[str, Any]]:

@@ -30,11 +30,17 @@ class NamedCall(Parser):
 
 
 class RequiredCalls(JSONCalls):
-    """Parser for an output that is entirely a list of calls."""
+    """Parser for an output that is entirely a list of calls.
+
+    Where it ends too early after a call, what there is of the next one is no content, and dropped.
+    """
 
     def read(self) -> Reading[None]:
         yield from self.space()
-        yield from self.call_list()
+        listed = yield from self.call_list()
+        if not listed and self._num_calls and self._ended:
+            self._at = len(self._text)
+            self.drop()
         yield from self.rest()
 
 

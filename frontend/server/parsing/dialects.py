@@ -11,14 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from pagewire.frontend.server.parsing import harmony, llama3_json, mistral
+from pagewire.frontend.client import CALL_BEGIN, CALL_END
+from pagewire.frontend.server.parsing import harmony, llama3_json, messages, mistral
 from pagewire.frontend.server.parsing.call_formats import Format, Functions, tags, triggered
 from pagewire.frontend.server.parsing.deltas import call_id, short_call_id
+from pagewire.frontend.server.parsing.element_calls import MARK, OPENING, ElementCalls, element_tags
 from pagewire.frontend.server.parsing.gemma import EscapedCalls, EscapeMarks
 from pagewire.frontend.server.parsing.marked_calls import CallMarks, MarkedCalls
 from pagewire.frontend.server.parsing.parameter_calls import ParameterCalls, ParameterMarks
 from pagewire.frontend.server.parsing.parser import Parser
 from pagewire.frontend.server.parsing.pythonic import BARE, Pythonic, PythonicMarks
+from pagewire.frontend.server.parsing.response_template import CALLS, ResponseTemplate
+from pagewire.frontend.server.parsing.template_parser import TemplateFormat, TemplateParser
 
 NewId: TypeAlias = Callable[[], str]
 CallsFormat: TypeAlias = Callable[[Functions, bool], Format]
@@ -128,7 +132,7 @@ def bare_pythonic() -> Dialect:
     )
 
 
-HERMES = CallMarks("<tool_call>\n", "\n</tool_call>", separator="\n")
+HERMES = CallMarks(CALL_BEGIN, CALL_END, separator="\n")
 FUNCTION_TAGS = partial(
     ParameterMarks, "<function=", ">\n", "<parameter=", ">", "</parameter>\n", "</function>\n"
 )
@@ -160,6 +164,84 @@ DSML = ParameterMarks(
     closing="</｜DSML｜function_calls>",
     separator="",
 )
+DSML_V4 = replace(DSML, opening="<｜DSML｜tool_calls>\n", closing="</｜DSML｜tool_calls>")
+GCML = ParameterMarks(
+    '<｜GCML｜invoke name="',
+    '">\n',
+    '<｜GCML｜parameter name="',
+    '" string="false">',
+    "</｜GCML｜parameter>\n",
+    "</｜GCML｜invoke>\n",
+    text_key_end='" string="true">',
+    opening="<｜GCML｜tool_calls>\n",
+    closing="</｜GCML｜tool_calls>",
+    separator="",
+)
+DSML_V41 = ParameterMarks(
+    '<｜DSML｜ invoke name="',
+    '">\n',
+    '<｜DSML｜ parameter name="',
+    '" string="false">',
+    "</｜DSML｜ parameter>\n",
+    "</｜DSML｜ invoke>\n",
+    text_key_end='" string="true">',
+    opening="<｜DSML｜ calls>\n",
+    closing="</｜DSML｜ calls>",
+    separator="",
+)
+PAIRS = partial(ParameterMarks, key="<arg_key>", key_end="</arg_key><arg_value>", value_end="</arg_value>")
+GLM_47 = PAIRS(call="<tool_call>", name_end="", call_end="</tool_call>")
+IQUEST = PAIRS(call="<iquest_tool_call>", name_end="", call_end="</iquest_tool_call>")
+HY = partial(
+    PAIRS, call="<tool_call>", call_end="</tool_call>", opening="<tool_calls>", closing="</tool_calls>"
+)
+HY_V3 = HY(name_end="<tool_sep>", separator="")
+HY_V4 = HY(name_end="", separator="")
+K2_HORIZON = ParameterMarks(
+    "<ifm|tool_call>",
+    "",
+    "<ifm|arg_key>",
+    "</ifm|arg_key><ifm|arg_value>",
+    "</ifm|arg_value>",
+    "</ifm|tool_call>",
+    opening="<ifm|tool_calls>",
+    closing="</ifm|tool_calls>",
+    separator="",
+)
+DOTS = replace(MINIMAX, opening="<dots_function_call>\n", closing="</dots_function_call>")
+STEP3 = ParameterMarks(
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+    '">\n',
+    '<steptml:parameter name="',
+    '">',
+    "</steptml:parameter>\n",
+    "</steptml:invoke><｜tool_call_end｜>\n",
+    opening="<｜tool_calls_begin｜>\n",
+    closing="<｜tool_calls_end｜>",
+    separator="",
+)
+MINICPM5 = ParameterMarks(
+    '<function name="',
+    '">',
+    '<param name="',
+    '">',
+    "</param>",
+    "</function>",
+    escape=("<![CDATA[", "]]>"),
+)
+KIMI_K3 = ParameterMarks(
+    '<|open|>call tool="',
+    '" index="',
+    '<|open|>argument key="',
+    '" type="',
+    "<|close|>argument<|sep|>",
+    "<|close|>call<|sep|>",
+    index_end='"<|sep|>',
+    type_end='"<|sep|>',
+    opening="<|open|>tools<|sep|>",
+    closing="<|close|>tools<|sep|>",
+    separator="",
+)
 DEEPSEEK = partial(CallMarks, opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>")
 DEEPSEEK_V3 = DEEPSEEK(
     "<｜tool▁call▁begin｜>",
@@ -182,6 +264,26 @@ GRANITE = CallMarks("<|tool_call|>", lists=True)
 PHI4 = CallMarks("<|tool_call|>", "<|/tool_call|>", lists=True)
 INTERN = CallMarks("<|action_start|><|plugin|>\n", "<|action_end|>", arguments="parameters")
 JAMBA = CallMarks("<tool_calls>", "</tool_calls>", lists=True)
+LONGCAT = CallMarks("<longcat_tool_call>", "</longcat_tool_call>", separator="\n")
+GRANITE_20B = CallMarks("<function_call> ", separator="\n")
+COHERE = CallMarks(
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    lists=True,
+    name="tool_name",
+    arguments="parameters",
+    labels=("tool_call_id",),
+)
+APERTUS = CallMarks("<|tools_prefix|>", "<|tools_suffix|>", lists=True, keyed=True)
+GIGACHAT3 = CallMarks("function call<|role_sep|>\n", others=("<|function_call|>",))
+PLAMO3 = CallMarks(
+    "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>",
+    "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+    middle="<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>"
+    "<|plamo:constrain|>json<|plamo:msg|>",
+    opening="<|plamo:begin_tool_requests:plamo|>",
+    closing="<|plamo:end_tool_requests:plamo|>",
+)
 LFM2 = PythonicMarks(("<|tool_call_start|>",), "<|tool_call_end|>")
 OLMO3 = PythonicMarks(("<function_calls>\n",), "", opening="", separator="\n", closing="\n</function_calls>")
 FUNCTION_GEMMA = EscapeMarks("<start_function_call>", "<end_function_call>", "<escape>")
@@ -196,12 +298,54 @@ DIALECTS: dict[str, Dialect] = {
         harmony.text_with_calls,
         marks_are_special=True,
     ),
+    "inkling": Dialect(
+        (messages.INVOKE,),
+        lambda _, new_id, parallel: messages.InklingReply(
+            MarkedCalls(messages.INKLING_CALLS, new_id, parallel)
+        ),
+        messages.inkling_calls,
+        messages.inkling_text,
+        marks_are_special=True,
+    ),
+    "muse_glimmer": Dialect(
+        ("<atem:function_calls>", "to=self"),
+        lambda functions, new_id, parallel: messages.MuseReply(
+            ParameterCalls(messages.ATEM_CALLS, functions, new_id, parallel)
+        ),
+        messages.muse_calls,
+        messages.muse_text,
+        marks_are_special=True,
+    ),
     "kimi_k2": marked(KIMI),
+    "kimi_k3": with_parameters(KIMI_K3, "<|open|>", "<|sep|>", "argument key", special=True),
+    "deepseek_v41": with_parameters(DSML_V41, "<｜DSML｜ calls>", special=True),
+    "deepseek_v4": with_parameters(DSML_V4, "<｜DSML｜tool_calls>", special=True),
+    "gigachat35": with_parameters(GCML, "<｜GCML｜", special=True),
+    "gigachat3": marked(GIGACHAT3, "function call<|role_sep|>"),
+    "plamo3": marked(PLAMO3),
+    "step3": with_parameters(STEP3, "steptml:invoke", special=True),
+    "cohere_command": marked(COHERE),
+    "apertus": marked(APERTUS),
+    "longcat": marked(LONGCAT, special=False),
+    "dots": with_parameters(DOTS, "dots_function_call"),
+    "minicpm5": with_parameters(MINICPM5, '<function name="', '<param name="'),
+    "k2_horizon": with_parameters(K2_HORIZON, "<ifm|arg_key>", special=True),
+    "iquest_q1": with_parameters(IQUEST, "iquest_tool_call"),
     "deepseek_v32": with_parameters(DSML, "<｜DSML｜", special=True),
     "deepseek_v3": marked(DEEPSEEK_V3, "<｜tool▁calls▁begin｜>", "```json"),
     "deepseek_v31": marked(DEEPSEEK_V31, "<｜tool▁calls▁begin｜>"),
+    "minimax_m3": tagged(
+        lambda functions, new_id, parallel: ElementCalls(functions, new_id, parallel),
+        element_tags,
+        OPENING,
+        MARK,
+        special=True,
+    ),
     "minimax_m2": with_parameters(MINIMAX, "minimax:tool_call"),
     "seed_oss": with_parameters(SEED, "seed:tool_call"),
+    "hy_v3": with_parameters(HY_V3, "<tool_calls>", "<tool_sep>", "<arg_key>", special=True),
+    "hy_v4": with_parameters(HY_V4, "<tool_calls>", "<arg_key>", special=True),
+    "glm47": with_parameters(GLM_47, "</arg_key><arg_value>"),
     "glm4_moe": with_parameters(GLM, "<arg_key>"),
     "qwen3_coder": with_parameters(XML, "<tool_call>", "<function="),
     "gemma4": escaped(GEMMA4),
@@ -211,6 +355,7 @@ DIALECTS: dict[str, Dialect] = {
     "jamba": marked(JAMBA, special=False),
     "phi4_mini": marked(PHI4, "<|tool_call|>", "<|/tool_call|>"),
     "granite": marked(GRANITE),
+    "granite_20b_fc": marked(GRANITE_20B, "<function_call>", special=False),
     "internlm2": marked(INTERN, "<|action_start|>"),
     "hermes": marked(HERMES, special=False),
     "mistral": replace(
@@ -230,5 +375,64 @@ DIALECTS: dict[str, Dialect] = {
         llama3_json.text_with_calls,
     ),
 }
-DIALECTS["json"] = replace(DIALECTS["llama3_json"], signs=())
-"""For templates that show tools to the model and say nothing about calls: objects with `name` and `arguments`."""
+DIALECTS["xlam"] = Dialect(
+    (),
+    lambda _, new_id, parallel: llama3_json.ListedJSON(new_id, parallel),
+    llama3_json.whole_list,
+    llama3_json.text_with_list,
+)
+JSON, PROMPTED = "json", "prompted"
+DIALECTS[JSON] = replace(DIALECTS["llama3_json"], signs=())
+"""For templates that show tools, and no form of calls: objects with `name` and `arguments`."""
+DIALECTS[PROMPTED] = replace(DIALECTS["hermes"], signs=())
+"""Our own, for templates that show no tools: `tool_prompts.py` puts them, and how to call one, into the prompt."""
+ALIASES = {
+    "cohere_command3": "cohere_command",
+    "cohere_command4": "cohere_command",
+    "ernie45": "hermes",
+    "glm45": "glm4_moe",
+    "granite-20b-fc": "granite_20b_fc",
+    "granite4": "hermes",
+    "hunyuan_a13b": "jamba",
+    "internlm": "internlm2",
+    "ling3": "glm47",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "mimo": "qwen3_coder",
+    "nemotron_v3": "qwen3_coder",
+    "openai": "gpt_oss",
+    "phi4_mini_json": "phi4_mini",
+    "poolside_v1": "glm47",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "spark25": "glm47",
+    "step3p5": "qwen3_coder",
+    "trinity": "hermes",
+}
+"""Other names for dialects of the table: those of vLLM and SGLang, and families that write as another does."""
+
+
+def dialect_named(name: str) -> Dialect:
+    """Return a dialect.
+
+    Raises:
+        ValueError: there is none with that name.
+    """
+    if (known := ALIASES.get(name, name)) not in DIALECTS:
+        raise ValueError(f"tool_call_parser must be one of {', '.join(DIALECTS)}, got {name!r}")
+    return DIALECTS[known]
+
+
+def described_dialect(template: ResponseTemplate) -> Dialect | None:
+    """Return the dialect that a checkpoint describes; None if it has no calls."""
+    region = template.named(CALLS)
+    if region is None or region.open is None:
+        return None
+    form = TemplateFormat(region)
+    return Dialect(
+        (),
+        lambda functions, new_id, parallel: TemplateParser(template, functions, new_id, parallel),
+        lambda functions, parallel: tags(form.tags(functions, parallel), "\n", parallel),
+        lambda functions, parallel: triggered(form.tags(functions, parallel), [form.trigger], parallel),
+        marks_are_special=True,
+    )

@@ -21,9 +21,11 @@ from pagewire.frontend.server.parsing.call_formats import (
     json_value,
     listed_arguments,
     tag,
+    text_value,
 )
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.parser import Parser, Reading, marked
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 
 HEAD = "call:"
@@ -51,28 +53,36 @@ class EscapeMarks:
         return [
             tag(
                 f"{self.begin}{HEAD}{function['name']}{{",
-                listed_arguments(function, self._key, self._value, separator=","),
+                self.arguments(function),
                 f"}}{self.end}",
             )
             for function in functions
         ]
 
+    def arguments(self, function: dict[str, Any]) -> Format:
+        """Return the format of a function's arguments between their brackets.
+
+        Raises:
+            ValueError: they cannot be written so.
+        """
+        return listed_arguments(function, self._key, self._value, separator=",")
+
     def _key(self, name: str) -> str:
         if not KEY.fullmatch(name):
-            raise ValueError(
-                f"tools: the model's format of calls has no way to write the parameter {quoted(name)}"
+            raise FieldValueError(
+                "tools", f": the model's format of calls has no way to write the parameter {quoted(name)}"
             )
         return f"{name}:"
 
     def _value(self, part: Any, definitions: dict[str, Any]) -> Format:
         """Return the format of a value; see `json_value`. The values of objects and unknown types are not known."""
         if not isinstance(part, dict):
-            raise ValueError("tools: the model's format of calls needs the type of each parameter")
+            raise FieldValueError("tools", ": the model's format of calls needs the type of each parameter")
         values = [part["const"]] if "const" in part else part.get("enum")
         if values:
             return either(*(const(self._written(value)) for value in values))
         if part.get("type") == "string":
-            return tag(self.quote, {"type": "any_text"}, self.quote)
+            return tag(self.quote, text_value(part), self.quote)
         if part.get("type") in PLAIN_TYPES:
             return json_value(part, definitions)
         if part.get("type") == "array" and isinstance(items := part.get("items"), dict):
@@ -83,13 +93,15 @@ class EscapeMarks:
             return tag(
                 "{", listed_arguments({"parameters": part}, self._key, self._value, separator=","), "}"
             )
-        raise ValueError(
-            "tools: the model's format of calls has no way to write a parameter of several types"
+        raise FieldValueError(
+            "tools", ": the model's format of calls has no way to write a parameter of several types"
         )
 
     def _written(self, value: Any) -> str:
         if isinstance(value, (dict, list)):
-            raise ValueError("tools: the model's format of calls has no way to write an enum of objects")
+            raise FieldValueError(
+                "tools", ": the model's format of calls has no way to write an enum of objects"
+            )
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
 
 

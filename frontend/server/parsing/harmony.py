@@ -7,38 +7,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from pagewire.frontend.server.parsing.call_formats import (
     Format,
     Functions,
+    arguments_format,
     const,
     either,
-    json_schema,
     sequence,
     tag,
 )
-from pagewire.frontend.server.parsing.constrained import arguments_schema
-from pagewire.frontend.server.parsing.deltas import Reasoning, call_id
-from pagewire.frontend.server.parsing.parser import Parser, PlainText, Reading
+from pagewire.frontend.server.parsing.deltas import Reasoning
+from pagewire.frontend.server.parsing.messages import MessageReply
+from pagewire.frontend.server.parsing.parser import PlainText, Reading
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
-ENDS = (END, "<|call|>", "<|return|>", START)
 FINAL = f"{CHANNEL}final{MESSAGE}"
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]{1,256})")
 
 
-class Harmony(Parser):
+class Harmony(MessageReply):
     """Parser for messages: reasoning on the channel `analysis`, calls, and others, whose text is the answer.
 
     answer: parser of the answer's text; None: it is content. Text without any message is the answer, too.
     """
 
-    def __init__(
-        self, new_id: Callable[[], str] = call_id, parallel: bool = True, answer: Parser | None = None
-    ) -> None:
-        self.answer = answer or PlainText()
-        super().__init__(new_id, parallel)
+    start, ends = START, (END, "<|call|>", "<|return|>")
 
     def read(self) -> Reading[None]:
         separators = {Reasoning: "", PlainText: ""}
@@ -74,29 +68,6 @@ class Harmony(Parser):
         self.drop()
         return header
 
-    def body(self, take: Callable[[str], None]) -> Reading[None]:
-        """Read a message's text through its end, and give it to `take` as it comes."""
-        pattern = re.compile("|".join(map(re.escape, ENDS)))
-        while (match := pattern.search(self._text, self._at)) is None:
-            self._at = len(self._text) - self._held(list(ENDS))
-            take(self.pending)
-            self.drop()
-            if not (yield from self.more()):
-                self._at = len(self._text)
-                take(self.pending)
-                self.drop()
-                return
-        self._at = match.start()
-        take(self.pending)
-        self._at = match.start() if match[0] == START else match.end()
-        self.drop()
-
-    def _think(self, text: str) -> None:
-        self._emit(Reasoning(text))
-
-    def _answer(self, text: str) -> None:
-        self._deltas += self.answer.feed(text)
-
 
 def before_answer() -> Format:
     """Return the format of the messages that may come before a call or the answer."""
@@ -114,7 +85,7 @@ def whole_calls(functions: Functions, parallel: bool) -> Format:
     for function in functions:
         to = f"to=functions.{function['name']}"
         headers = [f"{CHANNEL}commentary {to} ", f" {to}{CHANNEL}commentary "]
-        arguments = json_schema(arguments_schema(function))
+        arguments = arguments_format(function)
         forms += [
             tag(f"{header}{kind}{MESSAGE}", arguments, "")
             for header in headers

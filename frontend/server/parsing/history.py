@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 
 
@@ -33,15 +34,17 @@ def read_message(message: Any, place: str, names: dict[str, str]) -> Any:
         return message  # `chat_prompt` raises an error
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)):
-        raise ValueError(f"{place}.tool_calls must be a list")
+        raise FieldValueError(f"{place}.tool_calls", "must be a list")
     if calls and message.get("role") != "assistant":
-        raise ValueError(f"{place}: only messages of the assistant may have tool_calls")
+        raise FieldValueError(place, ": only messages of the assistant may have tool_calls")
     names.update(read_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls))
     if message.get("role") != "tool":
         return message
     given = message.get("tool_call_id")
     if not isinstance(given, str) or given not in names:
-        raise ValueError(f"{place}.tool_call_id must be the id of an earlier tool call, got {quoted(given)}")
+        raise FieldValueError(
+            f"{place}.tool_call_id", f"must be the id of an earlier tool call, got {quoted(given)}"
+        )
     return message if message.get("name") else {**message, "name": names[given]}
 
 
@@ -53,13 +56,15 @@ def read_call(call: Any, place: str) -> tuple[str, str]:
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise ValueError(f"{place} must be {{'id': ..., 'type': 'function', 'function': {{...}}}}")
+        raise FieldValueError(place, "must be {'id': ..., 'type': 'function', 'function': {...}}")
     if not isinstance(call.get("id"), str):
-        raise ValueError(f"{place}.id must be a string, got {quoted(call.get('id'))}")
+        raise FieldValueError(f"{place}.id", f"must be a string, got {quoted(call.get('id'))}")
     if not isinstance(function.get("name"), str):
-        raise ValueError(f"{place}.function.name must be a string, got {quoted(function.get('name'))}")
+        raise FieldValueError(
+            f"{place}.function.name", f"must be a string, got {quoted(function.get('name'))}"
+        )
     if not isinstance(function.get("arguments"), (str, dict)):
-        raise ValueError(
-            f"{place}.function.arguments must be JSON text, got {quoted(function.get('arguments'))}"
+        raise FieldValueError(
+            f"{place}.function.arguments", f"must be JSON text, got {quoted(function.get('arguments'))}"
         )
     return call["id"], function["name"]

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from pagewire.frontend.server.parsing.parser import NAME, Parser, Reading
 
-ARGUMENTS = ("arguments", "parameters")
-LABELS = ("id", "type")  # members that are skipped
+ARGUMENTS = ("arguments", "parameters", "args")
+NAMES = ("name", "tool_name")
+LABELS = ("id", "type", "tool_call_id")  # members that are skipped
 MAX_STRING = 512  # longest key, name or label in characters; with a longer one, the object is not a call
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 STRING_END = re.compile(r'["\\]')
@@ -56,7 +57,7 @@ class JSONCalls(Parser):
         more = yield from self.accept("{")
         while more:
             key = yield from self.key()
-            if key == "name":
+            if key in NAMES:
                 name = (yield from self.string()) or ""
                 if not NAME.fullmatch(name):
                     return False

@@ -1,23 +1,24 @@
-"""Parser for calls of Llama 3.1 and 3.2: bare JSON objects, optionally after a mark, or several with semicolons.
+"""Parsers for calls that are bare JSON: objects, of Llama 3.1 and 3.2, or a list of objects, of xLAM.
 
 <|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
+[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
 """
 
 from __future__ import annotations
 
 from pagewire.frontend.server.parsing.call_formats import (
+    CallKeys,
     Format,
     Functions,
-    call_object,
+    arguments_format,
+    call_objects,
     const,
-    json_schema,
     optional,
     sequence,
     tag,
     tags,
     triggered,
 )
-from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
 from pagewire.frontend.server.parsing.parser import Reading
 
@@ -47,16 +48,49 @@ class Llama3JSON(JSONCalls):
 
 def whole_calls(functions: Functions, parallel: bool) -> Format:
     """Return the format of bare objects, with the mark before them or not."""
-    calls = [tag("", call_object(function, "parameters"), "") for function in functions]
+    calls = [tag("", form, "") for form in call_objects(functions, CallKeys("parameters"))]
     return sequence(optional(const(MARK)), tags(calls, "; ", parallel))
 
 
 def text_with_calls(functions: Functions, parallel: bool) -> Format:
     """Return the format of text with objects after the mark, or that begin as a call of a function does."""
-    marked = [tag(MARK, call_object(function, "parameters"), "") for function in functions]
+    marked = [tag(MARK, form, "") for form in call_objects(functions, CallKeys("parameters"))]
     bare = [
-        tag(f'{{"name": "{function["name"]}", "{name}": ', json_schema(arguments_schema(function)), "}")
+        tag(f'{{"name": "{function["name"]}", "{name}": ', arguments_format(function), "}")
         for function in functions
         for name in ("parameters", "arguments")
     ]
     return triggered([*marked, *bare], [MARK, *(form["begin"] for form in bare)], parallel)
+
+
+class ListedJSON(JSONCalls):
+    """Parser for lists of calls anywhere in the text; other lists are text."""
+
+    needs_arguments = True
+    call_marks = ("[",)
+
+    def read(self) -> Reading[None]:
+        while (yield from self.text_until("[")):
+            yield from self.call_list()
+            self.emit_content()
+
+
+def whole_list(functions: Functions, parallel: bool) -> Format:
+    """Return the format of a list of calls."""
+    objects = [tag("", form, "") for form in call_objects(functions, CallKeys("arguments"))]
+    return tag("[", tags(objects, ", ", parallel), "]")
+
+
+def text_with_list(functions: Functions, parallel: bool) -> Format:
+    """Return the format of text with lists that begin as a call of a function does."""
+    objects = [tag("", form, "") for form in call_objects(functions, CallKeys("arguments"))]
+    more = [optional(sequence(const(", "), tags(objects, ", ", True)))] if parallel else []
+    lists = [
+        tag(
+            f'[{{"name": "{function["name"]}", "arguments": ',
+            sequence(arguments_format(function), const("}"), *more),
+            "]",
+        )
+        for function in functions
+    ]
+    return triggered(lists, [form["begin"] for form in lists], parallel)

@@ -13,14 +13,14 @@ import re
 from collections.abc import Callable
 
 from pagewire.frontend.server.parsing.call_formats import (
+    CallKeys,
     Format,
     Functions,
-    call_object,
-    json_schema,
+    arguments_format,
+    call_objects,
     tag,
     tags,
 )
-from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.deltas import short_call_id
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
 from pagewire.frontend.server.parsing.parser import Reading
@@ -93,9 +93,9 @@ class Mistral(JSONCalls):
 
 def call_tags(functions: Functions, parallel: bool) -> list[Format]:
     """Return the formats of a list of objects after a mark, and of names and arguments after a mark."""
-    listed = [tag("", call_object(function, "arguments"), "") for function in functions]
+    listed = [tag("", form, "") for form in call_objects(functions, CallKeys())]
     named = [
-        tag(MARK + function["name"] + mark, json_schema(arguments_schema(function)), "")
+        tag(MARK + function["name"] + mark, arguments_format(function), "")
         for function in functions
         for mark in ("", ARGUMENTS_MARK)
     ]

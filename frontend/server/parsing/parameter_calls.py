@@ -24,10 +24,12 @@ from pagewire.frontend.server.parsing.call_formats import (
     sequence,
     tag,
     tags,
+    text_value,
 )
 from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.parser import Parser, Reading, marked
+from pagewire.ipc.errors import FieldValueError
 
 LENGTHS = ("minLength", "maxLength")
 
@@ -41,6 +43,8 @@ class ParameterMarks:
     call_end: ends the call. closing: comes after the last one. separator: stands between calls.
     pad: white space on both sides of a value that does not belong to it.
     text_key_end: comes in the place of `key_end` before a string, where a mark says that it is one.
+    index_end: comes after `name_end` and the number of the call. type_end: the same after `key_end` and a type.
+    escape: stands on both sides of a string that the model protects, where it does.
     """
 
     call: str
@@ -55,6 +59,9 @@ class ParameterMarks:
     separator: str = "\n"
     pad: str = ""
     text_key_end: str = ""
+    index_end: str = ""
+    type_end: str = ""
+    escape: tuple[str, str] = ("", "")
 
     def tags(self, functions: Functions, parallel: bool) -> list[Format]:
         """Return the format of calls as tags that begin with the first mark.
@@ -62,17 +69,26 @@ class ParameterMarks:
         Raises:
             ValueError: a function's parameters cannot be written so.
         """
-        calls = [
-            tag(self.call + function["name"] + self.name_end, self._parameters(function), self.call_end)
-            for function in functions
-        ]
+        calls = [self._call(function) for function in functions]
         return (
             [tag(self.opening, tags(calls, self.separator, parallel), self.closing)]
             if self.opening
             else calls
         )
 
-    def _parameters(self, function: dict[str, Any]) -> Format:
+    def _call(self, function: dict[str, Any]) -> Format:
+        parameters = self.parameters(function)
+        if self.index_end:
+            number = {"type": "regex", "pattern": "[0-9]{1,4}"}
+            parameters = sequence(number, const(self.index_end), parameters)
+        return tag(self.call + function["name"] + self.name_end, parameters, self.call_end)
+
+    def parameters(self, function: dict[str, Any]) -> Format:
+        """Return the format of a function's parameters, in the order of their declaration.
+
+        Raises:
+            ValueError: they cannot be written so.
+        """
         schema = arguments_schema(function)
         properties, required, definitions = keywords(schema)
         check_required(properties, required)
@@ -80,31 +96,47 @@ class ParameterMarks:
         forms = []
         for name, part in properties.items():
             if self.key_end.strip()[0] in name:
-                raise ValueError(f"tools: {name[:100]!r} cannot be written as the name of a parameter")
+                raise FieldValueError(
+                    "tools", f": {name[:100]!r} cannot be written as the name of a parameter"
+                )
             kinds = types.types(part)
-            form = self._parameter(name, self._value(part, kinds, definitions), "string" in kinds)
+            form = self._parameter(name, text_form(part, kinds, definitions, self.value_end[0]), kinds)
             forms.append(form if name in required else optional(form))
         return sequence(*forms)
 
-    def _parameter(self, name: str, value: Format, is_text: bool) -> Format:
-        key_end = self.text_key_end if is_text and self.text_key_end else self.key_end
+    def _parameter(self, name: str, value: Format, types: frozenset[str]) -> Format:
+        key_end = self.text_key_end if "string" in types and self.text_key_end else self.key_end
+        if self.type_end:
+            key_end += type_name(types) + self.type_end
         begin = self.key + name + key_end + self.pad
         return tag(begin, value, self.pad + self.value_end)
 
-    def _value(self, part: Any, types: frozenset[str], definitions: dict[str, Any]) -> Format:
-        """Return the format of a value: JSON, or text without quotes where the schema allows a string."""
-        if "string" not in types:
-            return json_value(part, definitions)
-        if types == ONLY_TEXT and isinstance(part, dict):
-            values = [part["const"]] if "const" in part else part.get("enum")
-            if values:
-                return either(*map(const, values))
-            if isinstance(pattern := part.get("pattern"), str):
-                return {"type": "regex", "pattern": searched(pattern)}
-            if any(name in part for name in LENGTHS):
-                least, most = (part.get(name, "") for name in LENGTHS)
-                return {"type": "regex", "pattern": f"[^{self.value_end[0]}]{{{least or 0},{most}}}"}
-        return {"type": "any_text"}
+
+def text_form(part: Any, types: frozenset[str], definitions: dict[str, Any], end: str) -> Format:
+    """Return the format of a value: JSON, or text without quotes where the schema allows a string.
+
+    end: the character that begins what comes after it.
+    """
+    if "string" not in types:
+        return json_value(part, definitions)
+    if types == ONLY_TEXT and isinstance(part, dict):
+        values = [part["const"]] if "const" in part else part.get("enum")
+        if values:
+            return either(*map(const, values))
+        if isinstance(pattern := part.get("pattern"), str):
+            return {"type": "regex", "pattern": searched(pattern)}
+        if any(name in part for name in LENGTHS):
+            least, most = (part.get(name, "") for name in LENGTHS)
+            return {"type": "regex", "pattern": f"[^{end}]{{{least or 0},{most}}}"}
+    return text_value(part)
+
+
+def type_name(types: frozenset[str]) -> str:
+    """Return the one name for the types of a value that stands beside it."""
+    if "string" in types:
+        return "string"
+    names = sorted({"number" if name == "integer" else name for name in types})
+    return next((name for name in names if name != "null"), "null")
 
 
 def searched(pattern: str) -> str:
@@ -136,6 +168,7 @@ class ParameterCalls(Parser):
         self.call_marks = tuple(filter(None, (self._opening, self._call)))
         self._next = [self._key, *self._ends]
         self._is_text = False  # the mark of the parameter says that it is a string
+        self._escape_end = ""  # what ends the string before its mark
         super().__init__(new_id, parallel)
 
     def read(self) -> Reading[None]:
@@ -156,6 +189,10 @@ class ParameterCalls(Parser):
         name = yield from self.name()
         if not name or not (yield from marked(self, self.marks.name_end)):
             return False
+        if self.marks.index_end:
+            yield from self.name()
+            if not (yield from marked(self, self.marks.index_end)):
+                return False
         yield from self.space()
         has_parameter = yield from self.comes(self._key)
         if not has_parameter and not (yield from self.comes(self._ends[0])):
@@ -190,7 +227,7 @@ class ParameterCalls(Parser):
 
     def key(self) -> Reading[str | None]:
         """Read a parameter's name, and what ends it; None if the reply ends before."""
-        first, *others = self.marks.key_end.split()
+        first, *others = self.marks.key_end.replace("><", "> <").split()
         if not (yield from self.hold_until(first)):
             self.drop()
             return None
@@ -200,13 +237,20 @@ class ParameterCalls(Parser):
         self._is_text = bool(text_end) and (yield from marked(self, text_end))
         for mark in () if self._is_text else others:
             yield from marked(self, mark)
+        if self.marks.type_end:
+            self._is_text = (yield from self.name()) == "string"
+            yield from marked(self, self.marks.type_end)
         yield from self.accept(self.marks.pad)
+        begin, end = self.marks.escape
+        self._escape_end = end if begin and (yield from self.accept(begin)) else ""
         self.drop()
         return key
 
     def value(self, types: frozenset[str]) -> Reading[bool]:
         """Read and emit a value; return whether its end has come."""
-        end = self.marks.value_end.strip()
+        end = self._escape_end + self.marks.value_end.strip()
+        if self._escape_end and "string" in types:
+            types = ONLY_TEXT
         if types == ONLY_TEXT:
             self.emit_arguments('"')
             return (yield from self.string_until(self.marks.pad + end, end))

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from pagewire.frontend.server.parsing.call_formats import (
 )
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.parser import NAME, Parser, Reading
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 
 SIGN = re.compile(r"""['"()\[\]{}]""")
@@ -85,8 +88,8 @@ def keyword_arguments(function: dict[str, Any]) -> Format:
 
     def keyword(name: str) -> str:
         if not name.isidentifier():
-            raise ValueError(
-                f"tools: the pythonic format of calls has no way to write the parameter {quoted(name)}"
+            raise FieldValueError(
+                "tools", f": the pythonic format of calls has no way to write the parameter {quoted(name)}"
             )
         return f"{name}="
 
@@ -175,14 +178,23 @@ class Pythonic(Parser):
 
 
 def call_of(text: str) -> tuple[str, str] | None:
-    """Return the name and the JSON arguments of a Python call; None unless its arguments are keyword literals."""
+    """Return the name and the JSON arguments of a call; None unless its arguments are keyword literals.
+
+    The name need not be one of Python's: functions may have names with "-".
+    """
+    name, _, rest = text.partition("(")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in strings
-            call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(part.arg is None for part in call.keywords):
+            call = ast.parse(f"f({rest}", mode="eval").body
+        if (
+            not isinstance(call, ast.Call)
+            or not isinstance(call.func, ast.Name)
+            or call.args
+            or any(part.arg is None for part in call.keywords)
+        ):
             return None
-        name, keywords = ast.unparse(call.func), {part.arg: literal(part.value) for part in call.keywords}
+        keywords = {part.arg: literal(part.value) for part in call.keywords}
         arguments = json.dumps(keywords, ensure_ascii=False, allow_nan=False)
         arguments.encode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, SystemError):
@@ -193,6 +205,8 @@ def call_of(text: str) -> tuple[str, str] | None:
 
 def literal(node: ast.expr) -> Any:
     """Return the value of a Python literal, which may contain JSON's true, false and null.
+
+    A number that is too large for a float is the largest one.
 
     Raises:
         ValueError: the expression is not a literal.
@@ -207,4 +221,9 @@ def literal(node: ast.expr) -> Any:
         return {
             literal(key): literal(value) for key, value in zip(node.keys, node.values, strict=True) if key
         }
-    return ast.literal_eval(node)
+    value = ast.literal_eval(node)
+    if isinstance(value, float) and math.isinf(
+        value
+    ):  # JSON's grammar has such numbers, but no word for infinity
+        return math.copysign(sys.float_info.max, value)
+    return value

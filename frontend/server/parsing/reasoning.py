@@ -9,55 +9,15 @@ The answer, with calls or without
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pagewire.frontend.server.parsing.call_formats import Format, optional, sequence, tag
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.parsing.deltas import CallStart, ContentDelta, Delta, Reasoning
-from pagewire.frontend.server.parsing.harmony import CHANNEL, END, FINAL, MESSAGE, Harmony, before_answer
+from pagewire.frontend.server.parsing.messages import MessageReply
 from pagewire.frontend.server.parsing.parser import Parser, PlainText, Reading
-
-
-@dataclass(frozen=True)
-class ReasoningMarks:
-    """How a family of models marks its reasoning.
-
-    open, close: texts around it. begun: a reply begins within it, where the prompt does not say otherwise.
-    special: the marks are special tokens, which must be kept in the text.
-    answer_begin, answer_end: texts around an answer that is no call.
-    signs: texts that the chat templates contain, all of them. lacks: texts that they do not contain.
-    """
-
-    open: str
-    close: str
-    signs: tuple[str, ...]
-    lacks: tuple[str, ...] = ()
-    begun: bool = False
-    special: bool = False
-    answer_begin: str = ""
-    answer_end: str = ""
-
-
-THINK = ReasoningMarks("<think>", "</think>", ("</think>",))
-REASONING = {
-    "gpt_oss": ReasoningMarks(
-        f"{CHANNEL}analysis{MESSAGE}", END, (CHANNEL, MESSAGE), special=True, answer_begin=FINAL
-    ),
-    "gemma4": ReasoningMarks("<|channel>thought", "<channel|>", ("<|channel>thought",), special=True),
-    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>", ("<seed:think>",)),
-    "mistral": ReasoningMarks("[THINK]", "[/THINK]", ("[THINK]",), special=True),
-    "granite": ReasoningMarks(
-        "Here is my thought process:", "Here is my response:", ("Here is my thought process:",)
-    ),
-    "granite_3_3": replace(
-        THINK, signs=("<response>", "</think>"), answer_begin="<response>", answer_end="</response>"
-    ),
-    "minimax_m2": replace(THINK, signs=("minimax:tool_call", "</think>"), begun=True),
-    "deepseek_r1": replace(THINK, signs=("<｜Assistant｜>", "</think>"), lacks=("thinking",), begun=True),
-    "glm4": replace(THINK, signs=("[gMASK]", "</think>")),
-    "qwen3": THINK,
-}
-"""Formats of reasoning by name, in the order in which they are tried. Harmony has a parser for whole replies."""
+from pagewire.frontend.server.parsing.reasoning_marks import THINK, ReasoningMarks, marks_named
+from pagewire.frontend.server.parsing.template_parser import TemplateParser
 
 
 class Enclosed(Parser):
@@ -159,16 +119,14 @@ class Thinking(Parser):
         return self.feed("")
 
 
-def thinking(tools: ToolUse, parser: str) -> ToolUse:
-    """Return `tools` with reasoning before the answer. parser: a key of `REASONING`.
+def thinking(tools: ToolUse, parser: str | ReasoningMarks) -> ToolUse:
+    """Return `tools` with reasoning before the answer. parser: its marks, or a key of `REASONING`.
 
     Raises:
         ValueError: there is no format with that name.
     """
-    if parser not in REASONING:
-        raise ValueError(f"reasoning_parser must be one of {', '.join(REASONING)}, got {parser!r}")
-    special = tools.marks_are_special or REASONING[parser].special
-    return replace(tools, reasoning=parser, marks_are_special=special)
+    marks = marks_named(parser) if isinstance(parser, str) else parser
+    return replace(tools, reasoning=marks, marks_are_special=tools.marks_are_special or marks.special)
 
 
 def parser_for(tools: ToolUse, prompt: str, continued: str | None = None) -> Parser | None:
@@ -176,30 +134,32 @@ def parser_for(tools: ToolUse, prompt: str, continued: str | None = None) -> Par
 
     prompt, continued: see `begins_within`.
     """
-    if tools.reasoning is None:
-        return None if tools.new_parser is None else tools.new_parser()
-    answer = PlainText() if tools.new_parser is None else tools.new_parser()
-    if isinstance(answer, Harmony):
+    marks = tools.reasoning
+    answer = None if tools.new_parser is None else tools.new_parser()
+    if answer is None and marks is not None:
+        answer = PlainText() if marks.template is None else TemplateParser(marks.template)
+    if isinstance(answer, TemplateParser):
+        return answer.after(prompt)
+    if marks is None or answer is None or isinstance(answer, MessageReply):
         return answer
-    if tools.reasoning == "gpt_oss":
-        return Harmony(answer=answer)
-    marks = REASONING[tools.reasoning]
+    if marks.reply is not None:
+        return marks.reply(answer)
     if marks.answer_end:
         answer = Enclosed(answer, marks.answer_begin, marks.answer_end)
-    return Thinking(answer, begins_within(tools.reasoning, prompt, continued), marks)
+    return Thinking(answer, begins_within(marks, prompt, continued), marks)
 
 
-def begins_within(parser: str, prompt: str, continued: str | None = None) -> bool:
+def begins_within(marks: ReasoningMarks, prompt: str, continued: str | None = None) -> bool:
     """Return whether the reply to a prompt begins within the reasoning.
 
     A template may open the reasoning at the end of the prompt, or open and close it to leave it out.
 
     Args:
-        parser: a key of `REASONING`, which decides if the prompt does not.
+        marks: of the reasoning; they decide if the prompt does not.
         prompt: the rendered conversation.
         continued: text of the final message if the reply continues it.
     """
-    marks, end = REASONING[parser], prompt.rstrip()
+    end = prompt.rstrip()
     if end.endswith((marks.open, marks.close)):
         return end.endswith(marks.open)
     if continued is not None:
@@ -207,17 +167,16 @@ def begins_within(parser: str, prompt: str, continued: str | None = None) -> boo
     return marks.begun
 
 
-def reasoning_format(parser: str, prompt: str, continued: str | None = None) -> Format | None:
+def reasoning_format(marks: ReasoningMarks, prompt: str, continued: str | None = None) -> Format | None:
     """Return the format of the reasoning that comes, or may come, before a constrained answer.
 
     None: there is none, since the prompt has closed it. Arguments: see `begins_within`.
     """
-    if parser == "gpt_oss":
-        return before_answer()
-    marks = REASONING[parser]
+    if marks.before is not None:
+        return marks.before()
     thought: Format = {"type": "any_text"}
     separator = {"type": "regex", "pattern": r"\s{0,4}"}
-    if begins_within(parser, prompt, continued):
+    if begins_within(marks, prompt, continued):
         return sequence(tag("", thought, marks.close), separator)
     if prompt.rstrip().endswith(marks.close):
         return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from pagewire.frontend.client import TokensPrompt
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.prepared_chat import prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.pooling.protocol import EmbeddingRequest
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.prompts import TokensPrompt
 
 TEMPLATE_FIELDS = (
     "add_generation_prompt",

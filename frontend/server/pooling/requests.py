@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from pagewire.frontend.requests.inputs import Prepared, prompts_of
-from pagewire.frontend.requests.pooling.inputs import TextPair, complete, pooling_info
-from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
+from pagewire.frontend.client import (
+    PoolingRequestOutput,
+    Prepared,
+    TextPair,
+    check_characters,
+    complete,
+    prompts_of,
+)
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.pooling.protocol import PoolingFields, PoolingUsage
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.length import check_characters
+from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.wire.budget import MAX_HTTP_POOLED_BYTES, MAX_POOLED_INPUTS
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.pooling import PoolingInfo, PoolingParams
@@ -45,7 +50,7 @@ def check_number(number: int, param: str) -> None:
 def check_input(service: Service, prompt: str | list[int]) -> None:
     """Refuse a text that is empty, or far too long to be tokenized; raises ValueError."""
     if not prompt:
-        raise ValueError("input must not be empty")
+        raise FieldValueError("input", "must not be empty")
     if isinstance(prompt, str):
         check_characters(len(prompt), service.info.max_model_len)
 
@@ -92,13 +97,15 @@ async def pooled(
     """
     first = prompts[0].get("prompt") if isinstance(prompts[0], dict) else prompts[0]
     exchange.prompt = first if isinstance(first, (str, list)) else ""
+    pooling = service.info.pooling
+    assert pooling is not None, "the parameters are for it"
     outputs = await service.engine.pool_all(
         [with_salt(prompt, request.cache_salt) for prompt in prompts],
         params,
         exchange.id,
         priority=request.priority or 0,
         trace_headers=exchange.headers,
-        admit=admission(pooling_info(service.info), params, exchange),
+        admit=admission(pooling, params, exchange),
         lora_request=service.adapter(request.model),
     )
     for output in outputs:

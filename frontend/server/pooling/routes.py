@@ -7,9 +7,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from pagewire.frontend.api.off_loop import off_loop
-from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
-from pagewire.frontend.requests.pooling.scoring import ScorePlan
+from pagewire.frontend.client import PoolingRequestOutput, ScorePlan, off_loop
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
@@ -48,13 +46,13 @@ from pagewire.frontend.server.pooling.requests import (
 from pagewire.frontend.server.pooling.results import GAP, EmbedDtype, filled
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import GenerationEndpoint
-from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.server.serving.service import Service, Services
 from pagewire.ipc.wire.codec import Tensor
 
 Json: TypeAlias = bytes | Iterator[bytes]
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes of the endpoints."""
     kinds: list[tuple[tuple[str, ...], str, Any, Any, Any, str]] = [
         (("/v1/embeddings",), "embd-", EmbeddingRequest, embeddings, EmbeddingResponse, "Embed texts."),
@@ -79,7 +77,7 @@ def routes(service: Service) -> list[Operation]:
     ]
     return [
         Operation(
-            "POST", path, GenerationEndpoint(service, prefix, kind, answer), text, body=kind, result=result
+            "POST", path, GenerationEndpoint(services, prefix, kind, answer), text, body=kind, result=result
         )
         for paths, prefix, kind, answer, result, text in kinds
         for path in paths

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
-from pagewire.frontend.requests.outputs import RequestOutput
+from pagewire.frontend.client import RequestOutput
 from pagewire.frontend.server.http import sse
-from pagewire.frontend.server.http.errors import APIError, api_error
+from pagewire.frontend.server.http.errors import APIError, FieldNames, api_error
 from pagewire.frontend.server.openai.logprobs import TokenNames
 from pagewire.frontend.server.openai.prepared_chat import PreparedChat
-from pagewire.frontend.server.responses.errors import in_response_terms
+from pagewire.frontend.server.responses.field_names import FIELD_NAMES
 from pagewire.frontend.server.responses.protocol import ResponseFailure, Status
 from pagewire.frontend.server.responses.reader import OutputReader
-from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
+from pagewire.frontend.server.responses.store import USABLE, ResponseStore, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
 from pagewire.frontend.server.serving.generation_endpoint import Events
 
@@ -28,13 +29,21 @@ CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 class Generation:
     """One response while it is generated.
 
-    chat: the request as one for a chat completion. stored: the response, which grows.
+    chat: the request as one for a chat completion. stored: the response, which grows. writer: of the response.
+    on_end: called once the output has ended, and can be gone on with.
     """
 
-    def __init__(self, chat: PreparedChat, stored: StoredResponse, store: ResponseStore) -> None:
+    def __init__(
+        self,
+        chat: PreparedChat,
+        stored: StoredResponse,
+        store: ResponseStore,
+        writer: ResponseWriter,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.service, self.exchange, self._chat = chat.service, chat.exchange, chat
-        self.stored, self.store = stored, store
-        self.writer = ResponseWriter(stored.response)
+        self.stored, self.store, self.writer = stored, store, writer
+        self._on_end = on_end
         self._grown = 0  # bytes by which the output has grown that the store has not counted yet
         tokenizer = chat.service.optional_tokenizer(chat.request.model)
         self._reader = OutputReader(
@@ -91,6 +100,7 @@ class Generation:
         self.stored.add_events(self.writer.create() + self.writer.queue())
         self.stored.task = asyncio.create_task(self._run())
         self.exchange.lease.keep_until(self.stored.task)
+        self.stored.task.add_done_callback(self.service.hold())
         if not self.store.put(self.stored):
             self.stored.task.cancel()
             raise no_room(self.store.limit)
@@ -113,10 +123,14 @@ class Generation:
             self.exchange.log(200, why, self.service.options.max_log_len)
 
     def keep(self) -> None:
-        """Store the response, if it is to be stored."""
-        response = self.stored.response
-        if response.store and not self.store.put(self.stored):
+        """Store the response, if it is to be stored; for a WebSocket alone, until that ends."""
+        response, socket = self.stored.response, self.stored.socket
+        if not response.store and socket is None:
+            return
+        if not self.store.put(self.stored):
             logger.warning("response %s is not stored: it is too large", response.id)
+        elif socket is not None:
+            socket.at_end(partial(self.store.forget, response.id))
 
     def _count_growth(self, events: list[bytes]) -> None:
         """Count what a step has added to the stored response.
@@ -151,10 +165,13 @@ class Generation:
         return events
 
     def _end(self, status: Status) -> list[bytes]:
-        return self.writer.end(status, self.exchange.usage(), self._reader.reasoning_tokens)
+        events = self.writer.end(status, self.exchange.usage(), self._reader.reasoning_tokens)
+        if status in USABLE:
+            self._on_end()
+        return events
 
     def _fail(self, error: Exception) -> list[bytes]:
-        reported = in_response_terms(api_error(error))
+        reported = api_error(error, FieldNames(FIELD_NAMES))
         if reported.status == 500:
             logger.error("response %s failed", self.stored.response.id, exc_info=error)
         code = CODES.get(reported.status, "server_error")

@@ -62,11 +62,22 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     input: text of the user, or items: messages, function calls and their outputs.
     instructions: system message at the start; not carried over to later responses.
     previous_response_id: continue the conversation of this response, which must have been stored.
+    conversation: the id of one of /v1/conversations, or an object with it. Its items come first; input and output
+        are added to it once the response has ended.
     store: store the response (default: true), within `--response-store-bytes`.
     background: return at once; the response can be retrieved, streamed and cancelled later.
-    include: "message.output_text.logprobs"; other kinds have no effect: there is nothing of theirs to include.
+    include: "message.output_text.logprobs"; "reasoning.encrypted_content", for clients that send back no text of
+        reasoning; other kinds have no effect: there is nothing of theirs to include.
     truncation: "auto" drops the oldest turns of a conversation that is too long; "disabled" (default) refuses it.
     max_tool_calls: accepted, without effect: it limits calls of OpenAI's own tools.
+    tools: functions, custom tools, namespaces of these, local_shell, shell, and tool_search by the client; tools
+        that OpenAI's servers run are left out with a warning.
+    client_metadata: accepted, without effect: what a client notes for itself.
+    type: of a message over a WebSocket, where `stream` is not needed, and `background` is not possible.
+    generate: false: the prompt is computed, so that a response which continues this one begins sooner; there is no
+        output but one token, which is dropped.
+    stream_id: not supported: a WebSocket has one response at a time.
+    prompt_cache_key, prompt_cache_retention, session_id: those of chat completions.
     The fields from `seed` on are those of chat completions.
     """
 
@@ -96,10 +107,15 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_retention: Name | None = None
+    session_id: Name | None = None
     prompt: dict[str, Any] | None = None
     conversation: Name | dict[str, Any] | None = None
     context_management: Objects | None = None
     moderation: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None
+    type: Name | None = None
+    generate: bool | None = None
+    stream_id: Name | None = None
     seed: int | None = None
     stop: Stop | None = None
     top_k: TopK | None = None
@@ -145,13 +161,16 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """The model's reasoning before its answer. summary: always empty: the text itself is in `content`."""
+    """The model's reasoning before its answer. summary: always empty: the text itself is in `content`.
+
+    encrypted_content: the text in a form of this server's, if the request includes it; it is not encrypted.
+    """
 
     id: str
     status: ItemStatus = "in_progress"
     summary: list[Any] = []
     content: list[ReasoningText] = []
-    encrypted_content: None = None
+    encrypted_content: str | None = None
 
 
 class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
@@ -162,9 +181,69 @@ class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_cal
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | UnsetType = UNSET
 
 
-Item: TypeAlias = ReasoningItem | MessageItem | CallItem
+class CustomCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool. input: the text."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+class ExecAction(msgspec.Struct, kw_only=True, tag_field="type", tag="exec"):
+    """A command to run: a program and its arguments."""
+
+    command: list[str] = []
+    env: dict[str, str] = {}
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class LocalShellCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="local_shell_call"):
+    """A call of the tool `local_shell`. action: complete when the call is."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    action: ExecAction = msgspec.field(default_factory=ExecAction)
+
+
+class ShellAction(msgspec.Struct, kw_only=True):
+    """Commands to run."""
+
+    commands: list[str] = []
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class ShellCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call"):
+    """A call of the tool `shell`, which the client runs. action: complete when the call is."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    action: ShellAction = msgspec.field(default_factory=ShellAction)
+    environment: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "local"})
+
+
+class ToolSearchCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_search_call"):
+    """A call of the tool `tool_search`, which the client runs. arguments: complete when the call is."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    execution: Literal["client"] = "client"
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+ToolCallItem: TypeAlias = CallItem | CustomCallItem | LocalShellCallItem | ShellCallItem | ToolSearchCallItem
+Item: TypeAlias = ReasoningItem | MessageItem | ToolCallItem
 
 
 class ResponseFailure(msgspec.Struct):
@@ -181,9 +260,15 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Details of the input tokens. cached_tokens: tokens whose KV was in the prefix cache."""
+    """Details of the input tokens.
+
+    cached_tokens: tokens whose KV was in the prefix cache.
+    retained_tokens: of input and output, those that are kept there for as long as the request
+        asks; only if it does.
+    """
 
     cached_tokens: int
+    retained_tokens: int | UnsetType = UNSET
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -202,6 +287,12 @@ class ResponseUsage(msgspec.Struct):
     total_tokens: int
 
 
+class ConversationReference(msgspec.Struct):
+    """The conversation that a response belongs to."""
+
+    id: str
+
+
 class Response(msgspec.Struct, kw_only=True):
     """A response: the request's parameters, and the output so far."""
 
@@ -217,9 +308,10 @@ class Response(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: list[ReasoningItem | MessageItem | CallItem] = msgspec.field(default_factory=list)
+    output: list[Item] = msgspec.field(default_factory=list)
     parallel_tool_calls: bool
     previous_response_id: str | None
+    conversation: ConversationReference | None = None
     reasoning: ReasoningOptions
     service_tier: str = "default"
     store: bool
@@ -234,6 +326,7 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     metadata: dict[str, str]
 
 
@@ -287,7 +380,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
     sequence_number: position in the stream, from 0. response: the response so far, in events of its state.
     item, part: an item or part that begins or is complete. delta: increment of a text or of arguments.
-    text, arguments: the whole text or arguments, when complete.
+    text, arguments, input: the whole text, arguments or text of a custom tool, when complete.
     """
 
     type: str
@@ -296,10 +389,11 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
-    item: ReasoningItem | MessageItem | CallItem | UnsetType = UNSET
+    item: Item | UnsetType = UNSET
     part: OutputText | ReasoningText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET

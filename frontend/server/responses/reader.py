@@ -6,20 +6,18 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from pagewire.frontend.requests.outputs import CompletionOutput
+from pagewire.frontend.client import CompletionOutput, Tokenizer, token_bytes
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs
 from pagewire.frontend.server.openai.protocol import TokenLogprob
 from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, read
-from pagewire.frontend.server.parsing.reasoning import REASONING, ReasoningMarks
-from pagewire.frontend.text.logprobs import token_bytes
-from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.frontend.server.parsing.reasoning_marks import ReasoningMarks
 
 
 class OutputReader:
     """Reads the increments of one output.
 
     parser: of the text. tokenizer: None: reasoning tokens are not counted.
-    reasoning: format of the reasoning that the output may have; None: it has none.
+    reasoning: marks of the reasoning that the output may have; None: it has none.
     top_logprobs: return log probabilities, each with this many alternatives; None: none.
     """
 
@@ -29,13 +27,13 @@ class OutputReader:
         tokenizer: Tokenizer | None,
         names: TokenNames,
         *,
-        reasoning: str | None,
+        reasoning: ReasoningMarks | None,
         top_logprobs: int | None,
     ) -> None:
         self._parser, self._tokenizer, self._names = parser, tokenizer, names
         self._thought = None
         if tokenizer is not None and reasoning is not None:
-            self._thought = ThoughtTokens(tokenizer, REASONING[reasoning])
+            self._thought = ThoughtTokens(tokenizer, reasoning)
         self._top = top_logprobs
         self._message = MessageTokens()
 

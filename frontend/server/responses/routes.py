@@ -6,6 +6,8 @@ A request becomes one for a chat completion (`items`), which the engine answers 
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from functools import partial
 from typing import Annotated
 
@@ -14,21 +16,25 @@ from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 from starlette.responses import StreamingResponse
 
+from pagewire.frontend.client import TokensPrompt
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
-from pagewire.frontend.server.http.errors import APIError, api_error
+from pagewire.frontend.server.http.errors import APIError, FieldNames, api_error
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.http.query import Query, flag, number
+from pagewire.frontend.server.http.query import ORDER, Query, flag, newest_first, number
 from pagewire.frontend.server.http.tenants import tenant_of
 from pagewire.frontend.server.openai.fitting import fitting_prompt
-from pagewire.frontend.server.openai.prepared_chat import counted, prepare, prompt_of, tools_of
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, prompt_of, tools_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
-from pagewire.frontend.server.responses.errors import in_response_terms
+from pagewire.frontend.server.responses.conversation_routes import conversation_name, conversation_routes
+from pagewire.frontend.server.responses.conversations import ConversationStore, StoredConversation
+from pagewire.frontend.server.responses.field_names import FIELD_NAMES
 from pagewire.frontend.server.responses.generation import Generation, stop
 from pagewire.frontend.server.responses.items import chat_request, check_request, read_input
 from pagewire.frontend.server.responses.protocol import (
+    ConversationReference,
     DeletedResponse,
     InputTokens,
     InputTokensRequest,
@@ -40,15 +46,21 @@ from pagewire.frontend.server.responses.protocol import (
     TextFormat,
     TextOptions,
 )
-from pagewire.frontend.server.responses.store import ResponseStore, StoredItems, StoredResponse
+from pagewire.frontend.server.responses.store import JSON, ResponseStore, StoredItems, StoredResponse
+from pagewire.frontend.server.responses.tools import ResponseTools
+from pagewire.frontend.server.responses.writer import ResponseWriter
 from pagewire.frontend.server.serving.exchange import Exchange, while_connected
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.prompts import TokensPrompt
+from pagewire.frontend.server.serving.service import Service, Services
 from pagewire.ipc.bounds import MAX_INT
+from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.params import SamplingParams
 
+logger = logging.getLogger("pagewire.server")
+
 PATH = "/v1/responses"
+CREATE = "response.create"  # the type of a message that asks for a response
+PROCESSED = "response.processed"  # of one that only says that a response was read: it has no answer
 COUNTED = Decoder(InputTokensRequest)
 AFTER = Query(
     "starting_after",
@@ -57,17 +69,16 @@ AFTER = Query(
 )
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes of the endpoints."""
-    responses = StoredResponses(service)
+    responses = StoredResponses(services)
     path = PATH + "/{response_id}"
     stream = Query("stream", bool, "return the events, from the first")
-    order = Query("order", str, "asc or desc (default)")
     return [
         Operation(
             "POST",
             PATH,
-            GenerationEndpoint(service, "resp_", ResponsesRequest, responses.create, in_response_terms),
+            GenerationEndpoint(services, "resp_", ResponsesRequest, responses.create, FIELD_NAMES),
             "Respond to a conversation; the response may be stored.",
             body=ResponsesRequest,
             result=Response,
@@ -103,33 +114,39 @@ def routes(service: Service) -> list[Operation]:
             path + "/input_items",
             responses.list_items,
             "List the input items of a stored response.",
-            query=(order,),
+            query=(ORDER,),
             result=ItemList,
         ),
+        *conversation_routes(services.options, responses.conversations),
     ]
 
 
 class StoredResponses:
-    """The endpoints of one server, and the responses that it stores."""
+    """The endpoints of one server, and the responses that it stores.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._store = ResponseStore(service.options.response_store_bytes)
+    Attributes:
+        conversations: those that responses may be added to.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._store = ResponseStore(services.options.response_store_bytes)
+        self.conversations = ConversationStore(services.options.response_store_bytes)
 
     async def create(self, service: Service, request: ResponsesRequest, exchange: Exchange) -> bytes | Events:
         """POST /v1/responses."""
-        return await answer(service, self._store, request, exchange)
+        return await answer(service, self._store, self.conversations, request, exchange)
 
     async def count_input_tokens(self, request: Request) -> HTTPResponse:
         """POST /v1/responses/input_tokens."""
-        fields = await read_request(request, COUNTED, self._service.options)
+        fields = await read_request(request, COUNTED, self._services.options)
         owner = tenant_of(request.scope).name
         try:
-            service = self._service.of(fields.model)
-            counting = num_input_tokens(service, self._store, fields, owner)
-            return json_response(InputTokens(await while_connected(counting, request.receive)))
+            async with self._services.use(fields.model) as service:
+                counting = num_input_tokens(service, self._store, self.conversations, fields, owner)
+                return json_response(InputTokens(await while_connected(counting, request.receive)))
         except (APIError, ValueError, TypeError) as error:
-            raise in_response_terms(api_error(error, COUNTED.fields)) from error
+            raise api_error(error, FieldNames(FIELD_NAMES, COUNTED.fields)) from error
 
     async def retrieve(self, request: Request) -> HTTPResponse:
         """GET /v1/responses/{response_id}."""
@@ -162,16 +179,21 @@ class StoredResponses:
     async def list_items(self, request: Request) -> HTTPResponse:
         """GET /v1/responses/{response_id}/input_items."""
         items = self._stored(request).items
-        if request.query_params.get("order", "desc") != "asc":
+        if newest_first(request):
             items = items[::-1]
-        return json_response(ItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
+        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+        return json_response(ItemList(data=items, first_id=first, last_id=last))
 
     def _stored(self, request: Request) -> StoredResponse:
         return self._store.get(request.path_params["response_id"], tenant_of(request.scope).name)
 
 
 async def answer(
-    service: Service, store: ResponseStore, request: ResponsesRequest, exchange: Exchange
+    service: Service,
+    store: ResponseStore,
+    conversations: ConversationStore,
+    request: ResponsesRequest,
+    exchange: Exchange,
 ) -> bytes | Events:
     """Run a request, and return the JSON of the response or the events of a stream.
 
@@ -179,17 +201,33 @@ async def answer(
         APIError, ValueError, TypeError: the request is invalid.
         Exceptions of the engine.
     """
+    settle_transport(request, exchange)
+    if request.type == PROCESSED:
+        return b""
     check_request(request)
     owner = exchange.tenant.name
-    stored_items = StoredItems(store, owner, service.options.max_request_bytes)
-    items = read_input(request.input, stored_items.item)
-    wanted = chat_request(request, stored_items.conversation(request.previous_response_id) + items)
+    stored_items = StoredItems(store, owner, service.options.max_request_bytes, exchange.socket)
+    generates = request.generate is not False
+    continues = request.previous_response_id is not None
+    items = read_input(request.input, stored_items.item, may_be_empty=continues or not generates)
+    joined = conversation_of(conversations, request, owner, service.options.max_request_bytes)
+    before = stored_items.conversation(request.previous_response_id) if joined is None else joined.items()
+    tools = ResponseTools(request.tools, before + items, strict=service.options.strict_tools)
+    wanted = chat_request(request, before + items, tools)
     chat = await prepare(service, wanted, exchange, partial(prompt_for, request))
+    if not generates:
+        chat = without_output(chat)
     response = new_response(service.model(request.model), request, exchange, chat.params)
     response.store = response.store and store.limit > 0
     events: list[bytes] | None = [] if request.background and request.stream else None
-    stored = StoredResponse(response, items, events, owner)
-    generation = Generation(chat, stored, store)
+    kept_by = exchange.socket if store.limit and not response.store else None
+    stored = StoredResponse(response, items, events, owner, kept_by)
+    if joined is not None:
+        response.conversation = ConversationReference(joined.id)
+    writer = ResponseWriter(response, tools, request.include or (), generates=generates)
+    generation = Generation(
+        chat, stored, store, writer, partial(join, conversations, joined, response, items)
+    )
     if request.background:  # what the engine would refuse later is refused now
         service.engine.session.prepare(
             chat.prompt,
@@ -206,8 +244,42 @@ async def answer(
     return await generation.whole()
 
 
+def settle_transport(request: ResponsesRequest, exchange: Exchange) -> None:
+    """Check the fields that belong to one transport, HTTP or a WebSocket; over the latter, responses are streamed.
+
+    Raises:
+        APIError: one is not possible with the request's.
+    """
+    if exchange.socket is None:
+        if request.type is not None:
+            raise APIError(400, "type is a field of messages over a WebSocket", param="type")
+        return
+    if request.type not in (CREATE, PROCESSED):
+        message = f"the type of a message must be {CREATE}, got {quoted(request.type or 'nothing')}"
+        raise APIError(400, message, param="type")
+    if request.background:
+        raise APIError(
+            400, "background needs HTTP: over a WebSocket a response is streamed", param="background"
+        )
+    if request.stream is False:
+        raise APIError(
+            400, "stream=false needs HTTP: over a WebSocket a response is streamed", param="stream"
+        )
+    request.stream = True
+
+
+def without_output(chat: PreparedChat) -> PreparedChat:
+    """Return the chat for a response that only computes its prompt, and one token, which has no meaning."""
+    params = msgspec.structs.replace(chat.params, max_tokens=1, min_tokens=0)
+    return dataclasses.replace(chat, params=params)
+
+
 async def num_input_tokens(
-    service: Service, store: ResponseStore, fields: InputTokensRequest, owner: str
+    service: Service,
+    store: ResponseStore,
+    conversations: ConversationStore,
+    fields: InputTokensRequest,
+    owner: str,
 ) -> int:
     """Return the number of tokens of the prompt that a request of tenant `owner` with these fields would have.
 
@@ -218,12 +290,43 @@ async def num_input_tokens(
     request = ResponsesRequest(**given)
     check_request(request)
     stored_items = StoredItems(store, owner, service.options.max_request_bytes)
-    items = stored_items.conversation(request.previous_response_id)
+    joined = conversation_of(conversations, request, owner, service.options.max_request_bytes)
+    items = stored_items.conversation(request.previous_response_id) if joined is None else joined.items()
     items += read_input(request.input, stored_items.item)
     service.model(request.model)
-    chat = chat_request(request, items)
+    tools = ResponseTools(request.tools, items, strict=service.options.strict_tools)
+    chat = chat_request(request, items, tools)
     prompt = await prompt_for(request, service, chat, await tools_of(service, chat, counts=True), counts=True)
     return len(await counted(service, prompt))
+
+
+def conversation_of(
+    store: ConversationStore, request: ResponsesRequest, owner: str, max_bytes: int
+) -> StoredConversation | None:
+    """The conversation that a request names; None if it names none.
+
+    Raises:
+        APIError: there is none with that id, or it has over `max_bytes`.
+    """
+    name = conversation_name(request.conversation)
+    if name is None:
+        return None
+    conversation = store.get(name, owner)
+    if conversation.num_bytes > max_bytes:
+        message = f"the conversation has over {max_bytes} bytes: begin another, or remove items"
+        raise APIError(413, message, param="conversation", code="request_too_large")
+    return conversation
+
+
+def join(
+    store: ConversationStore, conversation: StoredConversation | None, response: Response, items: list[JSON]
+) -> None:
+    """Add a response that has ended, and its input, to its conversation, unless that was deleted meanwhile."""
+    if conversation is None or conversation.id not in store:
+        return
+    conversation.append(items + msgspec.to_builtins(response.output))
+    if not store.keep(conversation):
+        logger.warning("conversation %s is not stored any more: it is too large", conversation.id)
 
 
 def new_response(
@@ -254,6 +357,7 @@ def new_response(
         user=request.user,
         safety_identifier=request.safety_identifier,
         prompt_cache_key=request.prompt_cache_key,
+        prompt_cache_retention=request.prompt_cache_retention,
         metadata=request.metadata or {},
     )
 

@@ -14,6 +14,7 @@ import msgspec
 
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.responses.protocol import Response
+from pagewire.frontend.server.serving.socket import SocketSession
 from pagewire.ipc.quoting import quoted
 
 JSON = dict[str, Any]
@@ -28,14 +29,20 @@ class StoredResponse:
 
     Attributes:
         id: that of the response. owner: name of the tenant that made it; for all others it does not exist.
+        socket: the WebSocket whose requests alone may continue it; None: all of its owner may.
         task: generates the response in the background; None: not a background response.
         events: its encoded events, by sequence number, for a streamed background response; else None.
     """
 
     def __init__(
-        self, response: Response, items: list[JSON], events: list[bytes] | None = None, owner: str = ""
+        self,
+        response: Response,
+        items: list[JSON],
+        events: list[bytes] | None = None,
+        owner: str = "",
+        socket: SocketSession | None = None,
     ) -> None:
-        self.id, self.events, self.owner = response.id, events, owner
+        self.id, self.events, self.owner, self.socket = response.id, events, owner, socket
         self.task: asyncio.Task[None] | None = None
         self._growing: tuple[Response, list[JSON]] | None = (response, items)
         self._packed = b""
@@ -173,25 +180,28 @@ class ResponseStore:
         if not self._by_owner[owner]:
             del self._by_owner[owner]
 
-    def get(self, name: str, owner: str = "") -> StoredResponse:
-        """Return the owner's response with an id, and mark it as used.
+    def get(self, name: str, owner: str = "", socket: SocketSession | None = None) -> StoredResponse:
+        """Return the owner's response with an id, and mark it as used. socket: the request's.
 
         Raises:
             APIError: it is not stored, or is another's.
         """
-        if not self._has(name, owner):
+        if not self._has(name, owner, socket):
             raise APIError(404, f"response {quoted(name)} is not stored (any more)", code="not_found")
         self._stored.move_to_end(name)
         return self._stored[name]
 
-    def place_of(self, item: str, owner: str = "") -> StoredResponse | None:
+    def place_of(
+        self, item: str, owner: str = "", socket: SocketSession | None = None
+    ) -> StoredResponse | None:
         """Return the owner's latest response that has an item with this id; None if there is none."""
         places = reversed(self._places.get(item, ()))
-        place = next((place for place in places if self._has(place, owner)), None)
-        return None if place is None else self.get(place, owner)
+        place = next((place for place in places if self._has(place, owner, socket)), None)
+        return None if place is None else self.get(place, owner, socket)
 
-    def _has(self, name: str, owner: str) -> bool:
-        return name in self._stored and self._stored[name].owner == owner
+    def _has(self, name: str, owner: str, socket: SocketSession | None = None) -> bool:
+        stored = self._stored.get(name)
+        return stored is not None and stored.owner == owner and stored.socket in (None, socket)
 
     def forget(self, name: str) -> None:
         """Remove a response, if it is stored."""
@@ -211,8 +221,10 @@ class StoredItems:
     bytes than a request itself may have.
     """
 
-    def __init__(self, store: ResponseStore, owner: str, max_bytes: int) -> None:
-        self._store, self._owner = store, owner
+    def __init__(
+        self, store: ResponseStore, owner: str, max_bytes: int, socket: SocketSession | None = None
+    ) -> None:
+        self._store, self._owner, self._socket = store, owner, socket
         self._left = self._max_bytes = max_bytes
         self._contents: dict[str, tuple[Response, list[JSON]]] = {}
         self._by_id: dict[str, dict[str, JSON]] = {}
@@ -223,7 +235,7 @@ class StoredItems:
         Raises:
             APIError: the request refers to too much.
         """
-        stored = self._store.place_of(name, self._owner)
+        stored = self._store.place_of(name, self._owner, self._socket)
         if stored is None:
             return None
         if stored.id not in self._by_id:
@@ -240,7 +252,7 @@ class StoredItems:
         turns: list[list[JSON]] = []
         while name is not None:
             try:
-                stored = self._store.get(name, self._owner)
+                stored = self._store.get(name, self._owner, self._socket)
             except APIError as error:
                 message = f"previous_response_id: {error.message}"
                 code = "previous_response_not_found"

@@ -13,9 +13,9 @@ from typing import Any
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.openai.protocol import TokenLogprob, ToolCall
 from pagewire.frontend.server.openai.reply import ReplyDelta
-from pagewire.frontend.server.responses.items import new_id
+from pagewire.frontend.server.responses.calls import CallWriter
+from pagewire.frontend.server.responses.items import ENCRYPTED, encrypted, new_id
 from pagewire.frontend.server.responses.protocol import (
-    CallItem,
     IncompleteDetails,
     InputTokensDetails,
     Item,
@@ -31,19 +31,34 @@ from pagewire.frontend.server.responses.protocol import (
     ResponseUsage,
     Status,
 )
+from pagewire.frontend.server.responses.tools import ResponseTools
 from pagewire.frontend.server.serving.usage import Usage
 
 Events = list[bytes]  # encoded, by sequence number
 
 
 class ResponseWriter:
-    """Builds one response and its events. One item is open at a time; data for another item completes it."""
+    """Builds one response and its events. One item is open at a time; data for another item completes it.
 
-    def __init__(self, response: Response) -> None:
+    tools: that the model may call. include: what the request includes. generates: else there is no output.
+    """
+
+    def __init__(
+        self,
+        response: Response,
+        tools: ResponseTools | None = None,
+        include: Sequence[str] = (),
+        *,
+        generates: bool = True,
+    ) -> None:
         self.response = response
+        self._tools = tools or ResponseTools(None)
+        self._encrypts = ENCRYPTED in include
+        self._generates = generates
         self._number = 0
         self._open: Item | None = None
-        self._call = -1  # index of the open call; -1 if no call is open
+        self._call: CallWriter | None = None
+        self._index = -1  # of the open call
 
     def create(self) -> Events:
         """Return the event that the response exists."""
@@ -60,6 +75,8 @@ class ResponseWriter:
 
     def read(self, reply: ReplyDelta, logprobs: Sequence[TokenLogprob] = ()) -> Events:
         """Add an increment of the output, and return its events. logprobs: of the tokens of its content."""
+        if not self._generates:
+            return []
         events = self._reasoning(reply.reasoning) if reply.reasoning else []
         if reply.content:
             events += self._text(reply.content, logprobs)
@@ -74,7 +91,9 @@ class ResponseWriter:
         """
         response = self.response
         events: Events = []
-        if not response.output and status in ("completed", "incomplete"):
+        if not self._generates and status == "incomplete":  # after its one token
+            status = "completed"
+        if self._generates and not response.output and status in ("completed", "incomplete"):
             events += self._message()
         events += self._close("completed" if status == "completed" else "incomplete")
         response.status = status
@@ -119,17 +138,19 @@ class ResponseWriter:
     def _arguments(self, call: ToolCall) -> Events:
         """Begin a new call, or add arguments to the open one."""
         events: Events = []
-        if not isinstance(self._open, CallItem) or call.index != self._call:
+        if self._call is None or call.index != self._index:
             assert isinstance(call.id, str) and isinstance(call.function.name, str)
             events = self._close()
-            self._call = call.index if isinstance(call.index, int) else -1
-            events += self._begin(CallItem(id=new_id("fc"), call_id=call.id, name=call.function.name))
-        assert isinstance(self._open, CallItem)
+            self._index = call.index if isinstance(call.index, int) else -1
+            self._call = CallWriter(self._tools.called(call.function.name), call.id)
+            events += self._begin(self._call.item)
         if not isinstance(call.function.arguments, str) or not call.function.arguments:
             return events
-        self._open.arguments += call.function.arguments
-        fields = {"item_id": self._open.id, "delta": call.function.arguments}
-        return [*events, self._event("response.function_call_arguments.delta", **fields)]
+        return events + self._grown(self._call.item, self._call.add(call.function.arguments))
+
+    def _grown(self, item: Item, grown: tuple[str, str] | None) -> Events:
+        """Return the event that a call has grown, if there is one."""
+        return [] if grown is None else [self._event(grown[0], item_id=item.id, delta=grown[1])]
 
     def _message(self) -> Events:
         """Begin a message."""
@@ -158,15 +179,18 @@ class ResponseWriter:
         item, self._open = self._open, None
         if item is None:
             return []
+        call, self._call = self._call, None
+        if call is not None:
+            events = self._grown(item, call.last())
+            if (end := call.end(status)) is not None:
+                events.append(self._event(end[0], item_id=item.id, **end[1]))
+            return [*events, self._event("response.output_item.done", item=item)]
+        assert isinstance(item, (ReasoningItem, MessageItem))
         item.status = status
         fields: dict[str, Any] = {"item_id": item.id}
-        if isinstance(item, CallItem):
-            fields |= {"name": item.name, "arguments": item.arguments}
-            return [
-                self._event("response.function_call_arguments.done", **fields),
-                self._event("response.output_item.done", item=item),
-            ]
         (part,) = item.content
+        if self._encrypts and isinstance(item, ReasoningItem):
+            item.encrypted_content = encrypted(item.content[0].text)
         fields |= {"content_index": 0}
         done = (
             self._event("response.reasoning_text.done", **fields, text=part.text)
@@ -199,7 +223,9 @@ def usage_of(usage: Usage, reasoning_tokens: int) -> ResponseUsage:
     details = usage.prompt_tokens_details
     return ResponseUsage(
         usage.prompt_tokens,
-        InputTokensDetails(0 if details is None else details.cached_tokens),
+        InputTokensDetails(0)
+        if details is None
+        else InputTokensDetails(details.cached_tokens, details.retained_tokens),
         usage.completion_tokens,
         OutputTokensDetails(reasoning_tokens),
         usage.total_tokens,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.requests.lora import LoRARequest
+from pagewire.frontend.client import AsyncLLM, LoRARequest
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.quoting import quoted

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
-from pagewire.frontend.requests.answer_budget import AnswerTooLargeError
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.shares import num_before
 from pagewire.ipc.wire.budget import MAX_WAITING_ANSWERS
@@ -41,10 +40,10 @@ class AnswerMemory:
         An answer of a tenant that has more than its share is not waited for.
 
         Raises:
-            AnswerTooLargeError: it is more than all there is. EngineBusyError: too many answers are waiting.
+            ValueError: it is more than all there is. EngineBusyError: too many answers are waiting.
         """
         if num_bytes > self._num_bytes:
-            raise AnswerTooLargeError(f"the answer takes {num_bytes} bytes; all may take {self._num_bytes}")
+            raise ValueError(f"the answer takes {num_bytes} bytes; all may take {self._num_bytes}")
         numbers = Counter(answer.tenant for answer in self._waiting)
         if num_before(numbers[tenant], len({*numbers, tenant}), len(self._waiting)) >= MAX_WAITING_ANSWERS:
             raise EngineBusyError(f"{len(self._waiting)} large answers are already waiting for memory")

@@ -8,21 +8,24 @@ import re
 import time
 import uuid
 from asyncio import FIRST_COMPLETED
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from pagewire.frontend.requests.outputs import RequestMetrics, RequestOutput
+from pagewire.frontend.client import RequestMetrics, RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
 from pagewire.frontend.server.http.errors import NO_RETRY, APIError
 from pagewire.frontend.server.http.tenants import Lease, tenant_of
 from pagewire.frontend.server.serving.answer_memory import AnswerMemory
+from pagewire.frontend.server.serving.retention import warn_of_refusals
+from pagewire.frontend.server.serving.socket import SocketSession
 from pagewire.frontend.server.serving.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from pagewire.ipc.quoting import MAX_QUOTED, shortened
 from pagewire.ipc.wire.budget import SMALL_POOLED_BYTES
+from pagewire.ipc.wire.items import RetainedPrefix
 
 logger = logging.getLogger("pagewire.server")
 
@@ -40,8 +43,10 @@ class Exchange:
             response, which is the client's own if it sent one.
         client_id: value of the X-Request-Id header of the request; "": none.
         tenant: for whom it is served. lease: what it has in flight.
+        socket: the WebSocket that it came by; None: it is a request of HTTP.
         headers: the request's headers. created: time of arrival, in seconds since the epoch.
         num_prompt, num_cached, num_output: token counts. reasons: finish reasons, in order of arrival.
+        retained: what became of the wishes that the prompt stays cached.
         prompt: text or token ids of the first prompt, for the log. user: the request's `user`, for the log.
     """
 
@@ -52,6 +57,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.tenant = tenant_of(scope)
         self.lease = Lease(self.tenant)
+        self.socket: SocketSession | None = scope.get("socket")
         self._memory: AnswerMemory = scope["app"].state.answer_memory
         self._num_kept = 0  # bytes
         self.headers = Headers(scope=scope)
@@ -60,6 +66,7 @@ class Exchange:
         self._decoded: float | None = None
         self.created = int(self._came)
         self.num_prompt = self.num_cached = self.num_output = 0
+        self.retained: Sequence[RetainedPrefix] = ()
         self.reasons: list[str] = []
         self.prompt: str | list[int] = ""
         self.user: str | None = None
@@ -96,6 +103,9 @@ class Exchange:
                 self._timed = index
         if index == self._timed:
             self._times = output.metrics
+        if output.retained is not self.retained:
+            self.retained = output.retained
+            warn_of_refusals(output.retained)
         if output.metrics is not None and output.metrics.num_draft_tokens:
             self._drafts[index] = (output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens)
         for completion in output.outputs:
@@ -199,7 +209,10 @@ class Exchange:
             self.num_prompt + self.num_output,
             self.num_cached if self.tenant.shows_cached else 0,
         )
-        usage = Usage(self.num_prompt, self.num_output, total, PromptTokensDetails(num_cached))
+        details = PromptTokensDetails(num_cached)
+        if self.retained:
+            details.retained_tokens = max(each.num_tokens for each in self.retained)
+        usage = Usage(self.num_prompt, self.num_output, total, details)
         if self._drafts and self.tenant.shows_cached:
             num_drafts, num_accepted = (sum(numbers) for numbers in zip(*self._drafts.values(), strict=True))
             usage.completion_tokens_details = CompletionTokensDetails(num_accepted, num_drafts - num_accepted)

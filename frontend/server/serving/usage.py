@@ -7,9 +7,15 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: prompt tokens whose KV was in the prefix cache."""
+    """Details of the prompt tokens.
+
+    cached_tokens: those whose KV was in the prefix cache.
+    retained_tokens: of prompt and output, those that are kept there for as long as the request
+        asks; only if it does.
+    """
 
     cached_tokens: int
+    retained_tokens: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct):

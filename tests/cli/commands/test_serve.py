@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from pagewire.cli.commands import build_parser
-from pagewire.cli.commands.serve import also_options, each_core, take_server_options
+from pagewire.cli.commands.serve import also_options, check_shelf, each_core, take_models, take_server_options
+from pagewire.cli.console.models_on_demand import estimated, options_of
 from pagewire.cli.console.options import engine_args
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.main import main
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.uvicorn_server import bound, url_of
+from pagewire.ipc.options.engine_args import EngineArgs
 
 
 def parsed(*arguments: str) -> tuple[ServerOptions, argparse.Namespace]:
@@ -129,3 +132,98 @@ def test_urls() -> None:
             ) == f"http://{'[::1]' if ':' in options.host else '127.0.0.1'}:" + str(
                 listening.getsockname()[1]
             )
+
+
+def on_demand(*arguments: str) -> dict[str, Any]:
+    """The models of a command line that are loaded on demand, with the model and the longest request of each."""
+    models, _ = take_models(build_parser().parse_args(["serve", *arguments]))
+    return {name: (args.model, args.max_model_len) for name, args in models.items()}
+
+
+def test_several_models_are_loaded_on_demand(tmp_path: Path) -> None:
+    assert on_demand("demo") == {} == on_demand("demo", "--also", "demo-vision")
+    assert on_demand("demo", "demo-vision", "--max-model-len", "64") == {
+        "demo": ("demo", 64),
+        "demo-vision": ("demo-vision", 64),
+    }
+    assert on_demand("--model", "demo", "--idle-sleep", "5") == {"demo": ("demo", None)}
+    file = tmp_path / "models.yaml"
+    file.write_text("small-one: demo\nother:\n  model: demo-vision\n  max-model-len: 32\n")
+    assert on_demand("--models", str(file), "--max-model-len", "64") == {
+        "small-one": ("demo", 64),
+        "other": ("demo-vision", 32),
+    }
+    config = tmp_path / "server.yaml"
+    config.write_text(f"models: {file}\nidle-sleep: 3\nport: 5\nmax-model-len: 16\n")
+    options = build_parser().parse_args(["serve", "--config", str(config)])
+    models, shelf = take_models(options)
+    assert [args.max_model_len for args in models.values()] == [16, 32] and shelf.idle_sleep == 3
+    assert take_server_options(options).port == 5
+    folder = tmp_path / "models"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "config.json").touch()
+    for name in ("b.gguf", "c-00001-of-00002.gguf", "c-00002-of-00002.gguf", "notes.txt"):
+        (folder / name).touch()
+    found = on_demand("--models-dir", str(folder))
+    assert list(found) == ["a", "b", "c"] and found["c"][0].endswith("c-00001-of-00002.gguf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("demo", "demo"), "two models have the name 'demo'"),
+        (("demo", "demo-vision", "--pin", "x"), "no model 'x'"),
+        (("demo", "demo-vision", "--also", "x"), "--also has no effect"),
+        (("demo", "--idle-sleep", "3", "--attach", "ipc:///x"), "--attach has no effect"),
+        (("demo", "demo-vision", "--served-model-name", "x"), "for one model"),
+        (("demo", "--idle-sleep", "-1"), "idle_sleep"),
+        (("demo", "--models-memory", "much"), "models_memory must be a size"),
+        (("demo", "--while-starting", "sing"), "while_starting: one of"),
+        (("--models", "/nowhere.yaml"), "cannot read"),
+        (("--models-dir", "/nowhere"), "--models-dir"),
+        (("--idle-sleep", "3"), "give a MODEL"),
+    ],
+)
+def test_what_cannot_be_loaded_on_demand(arguments: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        on_demand(*arguments)
+
+
+def test_options_of_one_model_are_refused_for_several() -> None:
+    server, options = parsed("demo", "--chat-template", "x")
+    check_shelf(server, 1)
+    with pytest.raises(UsageError, match="--chat-template is for one model"):
+        check_shelf(server, 2)
+    assert options.more_models == []
+
+
+def test_models_that_were_pulled_need_no_other() -> None:
+    assert on_demand("--pulled") == {}
+    assert on_demand("--pulled", "hf.co/a/b:q4_k_m", "demo", "--pin", "hf:c/d") == {
+        "hf:a/b:Q4_K_M": ("hf.co/a/b:q4_k_m", None),
+        "demo": ("demo", None),
+    }
+    options = build_parser().parse_args(["serve", "--pulled", "--max-model-len", "64"])
+    assert take_server_options(options, needs_model=False).port == 8000
+    args = options_of(options, {"model": "hf:a/b"})
+    assert (args.model, args.max_model_len) == ("hf:a/b", 64)
+    with pytest.raises(UsageError, match="--attach has no effect"):
+        on_demand("--pulled", "--attach", "ipc:///x")
+
+
+@pytest.mark.parametrize("given", [{"device": "cuda"}, {"device": "cpu", "load_format": "dummy"}])
+def test_what_cannot_be_loaded_smaller_is_refused(given: dict[str, str]) -> None:
+    estimate = estimated(8 << 30, True, EngineArgs(model="demo", **given))  # type: ignore[arg-type]
+    assert estimate.problem is not None and estimate.problem.startswith("--fit is for CPUs")
+    assert estimated(8 << 30, False, EngineArgs(model="demo", **given)).problem is None  # type: ignore[arg-type]
+
+
+def test_a_model_that_fits_is_loaded_as_it_is() -> None:
+    args = EngineArgs(model="demo", device="cpu", weight_cache=False)
+    estimate = estimated(8 << 30, True, args)
+    assert (
+        estimate.problem is None and estimate.fitted is not None and estimate.fitted.startswith("as it is: ")
+    )
+    assert estimate.changes is not None and set(estimate.changes) == {"kv_cache_memory_bytes"}
+    too_small = estimated(600 << 20, True, args)
+    assert too_small.problem is not None and too_small.problem.endswith("--fit finds nothing smaller")

@@ -153,8 +153,11 @@ def test_requests_of_others_are_seen_and_ended(address: str) -> None:
             )
             await until(pilot, lambda: len(shown(screen)) == 3)
             assert shown(screen) == ["first", "second\\x1b[x]", "second\\x1b[x] [1]"]
-            summary = str(screen.query_one("#summary", Static).render())
-            assert "demo: paused" in summary and "3 waiting" in summary
+
+            def summary() -> str:
+                return str(screen.query_one("#summary", Static).render())
+
+            await until(pilot, lambda: "demo: paused" in summary() and "3 waiting" in summary())
 
             await pilot.press("down")
             assert screen.selected is not None and screen.selected["request_id"] == "second\x1b[x]"

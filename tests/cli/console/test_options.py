@@ -61,7 +61,7 @@ def test_every_option_says_what_it_is() -> None:
     assert names == [
         "pagewire",
         *(f"pagewire {c}" for c in ("generate", "chat", "transcribe", "embed", "rerank", "serve", "core")),
-        *("pagewire route", "pagewire top"),
+        *("pagewire route", "pagewire top", "pagewire pull", "pagewire rm", "pagewire list", "pagewire ps"),
         "pagewire run-batch",
     ] + [
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
@@ -163,7 +163,6 @@ def test_a_bad_file_is_named_with_what_is_wrong(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "pagewire: the following arguments are required: COMMAND (see pagewire --help)"),
         ("generat x", "pagewire: unknown command 'generat'; did you mean 'generate'?"),
         ("--modle generate x", "pagewire: unknown option '--modle'"),
         ("generate x --max-modellen 5", "unknown option '--max-modellen'; did you mean '--max-model-len'?"),

@@ -12,16 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pagewire.engine_core.adapters.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.adapters.queue import PATIENCE_SECONDS
 from pagewire.engine_core.adapters.resident import LOAD_SECONDS, MAX_LOSSES, TRIAL_SECONDS
 from pagewire.engine_core.adapters.table import AdapterTable
-from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.errors import AdapterCrashedWorkerError
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource, DropAdapter, LoadAdapter
-from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 
 LIMITS = AdapterLimits(max_active=2, max_resident=3, max_bytes=1000, vocab_size=50)
 VOCABULARY = 50

@@ -9,18 +9,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pagewire.engine_core.adapters.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.admission.lobby import MAX_REPLAYED, Lobby
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
-from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
+from pagewire.engine_core.grammar.matcher import Grammar
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.shares import Name
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource
-from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.requests import Request
 from tests.engine_core.schedule.simulation import grammar
 
 REGEX = "[a-e]*"

@@ -9,10 +9,11 @@ from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Prompt, Task
-from pagewire.ipc.wire.messages import EngineInfo, Request
+from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingInfo, PoolingParams
-from pagewire.ipc.wire.worker_messages import RowResult, StepResult
+from pagewire.ipc.wire.requests import Request
+from pagewire.ipc.wire.steps import RowResult, StepResult
 
 EMBEDDER = PoolingInfo(["embed", "token_embed"], "MEAN", 8, matryoshka=True, matryoshka_dimensions=[4, 8])
 MEAN = PoolingParams(task="embed", all_tokens=True)

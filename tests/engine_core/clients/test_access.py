@@ -114,7 +114,7 @@ def test_rights_by_peer(file: Path) -> None:
     assert access.rights("uid:6") == {Right.CONTROL}
     with pytest.raises(PermissionError, match="tcp has no rights"):
         access.admit(Peer("127.0.0.1"))
-    file.write_text("uid:5: [read, generate, events, control]\n")
+    file.write_text("uid:5: [read, generate, events, blocks, control]\n")
     access.refresh()
     assert (access.rights("uid:5"), access.rights("uid:6")) == (ALL, frozenset())
 
@@ -138,7 +138,7 @@ def test_a_file_of_rights_that_has_become_invalid_changes_nothing(
         ("{", "is not valid YAML"),
         ("alice: [read]\n", "a peer is uid:NUMBER, curve:NAME, tcp or default, not 'alice'"),
         ("uid:me: [read]\n", "a peer is uid:NUMBER"),
-        ("uid:5: [write]\n", r"must be a list of read, generate, events, control, not \['write'\]"),
+        ("uid:5: [write]\n", r"must be a list of read, generate, events, blocks, control, not \['write'\]"),
         ("uid:5: 7\n", "must be a list of"),
     ],
 )

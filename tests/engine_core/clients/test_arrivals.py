@@ -13,8 +13,9 @@ from pagewire.engine_core.clients.arrivals import Arrivals
 from pagewire.engine_core.clients.backlog import Backlog
 from pagewire.engine_core.clients.clients import AttachedClient
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Call, Request
+from pagewire.ipc.wire.messages import Call
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 from pagewire.ipc.wire.window import WINDOW_BYTES, WINDOW_REQUESTS
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from pagewire.engine_core.clients.backlog import DELTA_BYTES, PIECE_BYTES, TOKEN_BYTES, Backlog, merge
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.items import LogprobRows
-from pagewire.ipc.wire.messages import Deltas, RequestTiming, TokenDelta
+from pagewire.ipc.wire.items import LogprobRows, RetainedPrefix
+from pagewire.ipc.wire.messages import Deltas
+from pagewire.ipc.wire.requests import RequestTiming, TokenDelta
 
 NUM_TOKENS = PIECE_BYTES // 4 // TOKEN_BYTES
 
@@ -60,6 +61,8 @@ def test_nothing_is_lost_when_deltas_are_merged() -> None:
         adapter=b"content",
     )
     second = TokenDelta(*(1, 0, [6, 7]), "stop", 7, logprobs=rows(6, 7), num_drafts=2, num_accepted=1)
+    second.retained = [RetainedPrefix(64, 300.0)]
+    first.weights, second.weights = [(1, "1")], [(1, "1"), (2, "2")]
     both = merge(first, second)
     assert both == TokenDelta(
         *(1, 0, [5, 6, 7], "stop", 7),
@@ -70,9 +73,11 @@ def test_nothing_is_lost_when_deltas_are_merged() -> None:
         num_drafts=6,
         num_accepted=2,
         adapter=b"content",
+        retained=second.retained,
+        weights=second.weights,
     )
     unset = {name for name in both.__struct_fields__ if getattr(both, name) in (None, 0, b"", [])}
-    assert unset == {"index", "pooled", "error", "error_type"}  # a new field is merged, too
+    assert unset == {"index", "pooled", "error", "error_type", "error_place"}  # a new field is merged, too
 
 
 def rows(*token_ids: int) -> LogprobRows:

@@ -13,17 +13,18 @@ import msgspec
 import pytest
 
 from pagewire.engine_core.clients.footprint import RequestFootprint, footprint_of
-from pagewire.engine_core.clients.intake import MessageIntake
 from pagewire.engine_core.clients.memory import Charge, Memory
+from pagewire.engine_core.intake import MessageIntake
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.wire import budget
 from pagewire.ipc.wire.codec import Codec, Tensor
 from pagewire.ipc.wire.embeddings import media_of
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Abort, Goodbye, Request, Submit, ToCore
+from pagewire.ipc.wire.messages import Abort, Goodbye, Submit, ToCore
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.requests import Request
 from pagewire.ipc.wire.tasks import submitted
 from tests.engine_core.conftest import RawFrontend, RunningCore
 

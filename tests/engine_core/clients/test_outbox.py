@@ -9,8 +9,9 @@ from pagewire.engine_core.clients.outbox import DeltaOutbox
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.step import StepOutcomes
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Deltas, Request, TokenDelta
+from pagewire.ipc.wire.messages import Deltas
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request, TokenDelta
 
 
 class AttachedNames:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from pagewire.engine_core.config.config import EngineConfig, first_adapter, pools_by_name
-from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS
+from pagewire.engine_core.states.open import checkpoint_tokens
+from pagewire.engine_core.states.state_slots import CHECKPOINT_TOKENS
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
@@ -110,13 +111,24 @@ def test_stages_share_the_budget_of_tokens_and_have_a_step_each() -> None:
     assert limits(3, async_scheduling=False) == (96, 1, 3)
 
 
+def test_steps_end_in_time_by_default_and_stages_share_it() -> None:
+    def seconds(device: str, stages: int = 1, **options: Any) -> float:
+        args = EngineArgs("demo", pipeline_parallel_size=stages, **options)
+        args.check()
+        ready = msgspec.structs.replace(READY, device=device)
+        return EngineConfig(args, MODEL, {}, None).scheduler_config(ready).step_seconds
+
+    assert (seconds("cpu"), seconds("cuda"), seconds("cpu", stages=2)) == (0.2, 0.05, 0.1)
+    assert (seconds("cpu", max_step_ms=0), seconds("cuda", max_step_ms=30)) == (0.0, 0.03)
+    with pytest.raises(ValueError, match="max_step_ms"):
+        seconds("cpu", max_step_ms=-1)
+
+
 def test_checkpoints_are_as_far_apart_as_their_size_in_kv() -> None:
     def spacing(block_bytes: int, state_bytes: int) -> int:
         sizes = {"bytes_per_block": block_bytes, "num_states": 4, "bytes_per_state": state_bytes}
         ready = msgspec.structs.replace(READY, **sizes)
-        made = EngineConfig(EngineArgs("demo", block_size=16), MODEL, {}, None).scheduler_config(ready)
-        assert made.num_states == 4
-        return made.checkpoint_tokens
+        return checkpoint_tokens(ready, 16)
 
     assert [spacing(1600, size) for size in (1600, 1601, 160_000)] == [16, 17, 1600]
     assert spacing(0, 1000) == CHECKPOINT_TOKENS

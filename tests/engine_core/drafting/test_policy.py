@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from pagewire.engine_core.drafting.acceptance import FIRST_RATIO, Acceptance, Ratio, reaches
-from pagewire.engine_core.drafting.costs import FIRST_FEW, MeasuredStep, StepCosts, WaitCost, size_class
+from pagewire.engine_core.drafting.costs import MeasuredStep, WaitCost
 from pagewire.engine_core.drafting.draft import TokenDraft
 from pagewire.engine_core.drafting.policy import NUM_TRIALS, PROBE_INTERVAL, MeasuredPolicy
 from pagewire.engine_core.drafting.state import SequenceDrafts
+from pagewire.engine_core.schedule.step_costs import FIRST_FEW, StepCosts, size_class
 
 
 def observe(

@@ -13,8 +13,8 @@ import pagewire.demo
 from pagewire import LLM, SamplingParams
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.convert import converted, needs_conversion
-from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.grammar.prover import ConfinedProver
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 VOCAB = 380

@@ -15,10 +15,11 @@ from llguidance import LLTokenizer
 import pagewire.demo
 from pagewire.engine_core.grammar.compilation import Compilation
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
+from pagewire.engine_core.grammar.matcher import Grammar
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver, Proof
 from pagewire.engine_core.grammar.schema import json_schema
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.errors import EngineBusyError, EngineStalledError
 from pagewire.ipc.host.confined import JobTimeoutError
 from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig

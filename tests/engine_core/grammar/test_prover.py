@@ -21,7 +21,7 @@ import pagewire.demo
 from pagewire.engine_core.grammar.chains import chain_length
 from pagewire.engine_core.grammar.compilation import Compilation
 from pagewire.engine_core.grammar.compile import compile_text, load_tokenizer
-from pagewire.engine_core.grammar.matcher import MAX_EXCESS_SECONDS, SHARE, Grammar, GrammarError, MasksTime
+from pagewire.engine_core.grammar.matcher import MAX_EXCESS_SECONDS, SHARE, Grammar, MasksTime
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import (
     MAX_GRAMMAR_BYTES,
@@ -31,6 +31,7 @@ from pagewire.engine_core.grammar.prover import (
     resident_bytes,
     try_steps,
 )
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.errors import EngineBusyError, EngineStalledError
 from pagewire.ipc.host.confined import JobTimeoutError, Limits, killed_error
 from pagewire.ipc.host.heap import release_spare_memory
@@ -355,7 +356,7 @@ def test_what_a_grammar_grows_by_in_use_is_counted(prover: ConfinedProver) -> No
     grown = resident_bytes() - before
     assert grammar.num_bytes > 1 << 20
     assert grown / 4 < grammar.num_bytes < 4 * grown
-    pool.grammars.limit_memory()
+    pool.grammars.tidy()
     assert pool.submit(regex=regex).outcome is not grammar, "it is too large now to be cached"
 
 
@@ -365,7 +366,7 @@ def test_grammars_in_use_that_grow_beyond_all_memory_end(prover: ConfinedProver)
     names = (("a", "[a-z]*"), ("a", "[a-y]*"), ("b", "[a-x]*"))
     large, small, other = [pool.wait(pool.submit(tenant, regex=regex)) for tenant, regex in names]
     large.num_bytes, small.num_bytes, other.num_bytes = 4 << 20, 2 << 20, 5 << 20
-    pool.grammars.limit_memory()
+    pool.grammars.tidy()
     generate(small, 1)
     generate(other, 1)
     with pytest.raises(GrammarError, match="no memory for its further growth"):

@@ -12,8 +12,8 @@ from llguidance import LLTokenizer
 
 import pagewire.demo
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
-from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.grammar.structural_tag import regex_literal
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 EOS, VOCAB = 2, 4096

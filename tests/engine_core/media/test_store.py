@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from pagewire.engine_core.media.features import Features
 from pagewire.engine_core.media.jobs import Array, Described, Processed
 from pagewire.engine_core.media.store import MediaLimits, MediaStore, PendingMedia
-from pagewire.engine_core.schedule.features import Features
 from pagewire.ipc.recent import ENTRY_BYTES
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import check_encoded
@@ -192,7 +192,7 @@ def test_layouts_are_made_once_and_delivered_on_the_thread_that_asks_for_it(
     store.lay(("image", (3, 4, 3), ""), "a", F, answers.append)
     assert woken.event.wait(60)
     assert not answers
-    store.deliver()
+    store.advance()
     store.lay(("image", (3, 4, 3), ""), "b", F, answers.append)
     assert answers == [MediaLayout([BEGIN, PLACE, PLACE, PLACE])] * 2
     assert processor.num_laid == 1
@@ -236,7 +236,7 @@ def test_a_layout_that_no_prompt_has_room_for_is_refused_and_not_kept(
         store.lay(("image", (2, 1, 3), long), "a", F, answers.append)
         assert woken.event.wait(60)
         woken.event.clear()
-        store.deliver()
+        store.advance()
     text = "image: it takes 21 tokens of a prompt, and max_model_len is 20"
     assert [str(error)[: len(text)] for error in answers] == [text, text]
     assert processor.num_laid == 2 and store.num_layout_bytes == 0
@@ -290,4 +290,4 @@ def test_slow_layouts_of_one_tenant_do_not_hold_up_another(
     while len(answers) < 10:
         assert woken.event.wait(60)
         woken.event.clear()
-        store.deliver()
+        store.advance()

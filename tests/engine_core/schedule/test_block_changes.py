@@ -11,8 +11,8 @@ from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc.wire.block_names import ROOT, prompt_names
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.lora import AdapterSource
-from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 
 SIZE = 4
 steps = st.lists(

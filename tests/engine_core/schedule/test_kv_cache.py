@@ -11,8 +11,8 @@ from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Media, Prompt
-from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 
 
 def request(prompt: list[int], *, salt: str | None = None, **params: Any) -> Sequence:

@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.engine_core.schedule.launches import LAUNCH_SECONDS
 from pagewire.engine_core.schedule.step import PlannedStep
-from pagewire.ipc.wire.worker_messages import Row, RowResult, StepResult
+from pagewire.ipc.wire.steps import Row, RowResult, StepResult
 from tests.engine_core.schedule.simulation import EOS, Simulation, expected
 
 STEP_US = 100

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
-from pagewire.engine_core.schedule.sequence import RELAPSES_TO_ISOLATE, STEPS_TO_CLEAR, Sequence, State
+from pagewire.engine_core.schedule.sequence import (
+    RELAPSES_TO_ISOLATE,
+    STEPS_TO_CLEAR,
+    Sequence,
+    State,
+    WeightsVersion,
+)
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.pooling import PoolingParams
-from pagewire.ipc.wire.worker_messages import NO_TOKEN, RowResult, StepPlan, StepResult
+from pagewire.ipc.wire.steps import NO_TOKEN, RowResult, StepPlan, StepResult
 from tests.engine_core.schedule.simulation import EOS, VOCAB, Forced, Simulation, expected, expected_pooled
 
 PICTURE = Tensor("uint8", (0,), b"")
@@ -130,7 +136,7 @@ def test_usage_and_counts() -> None:
     scheduler = simulation.scheduler
     simulation.submit([2] * 8, n=2, max_tokens=1)
     simulation.plan()
-    assert (scheduler.num_waiting, scheduler.num_unfinished, scheduler.kv.usage) == (1, 2, 2 / 16)
+    assert (scheduler.sequences.num_waiting, scheduler.num_unfinished, scheduler.kv.usage) == (1, 2, 2 / 16)
     simulation.commit()
     simulation.drain()
     stats = scheduler.stats
@@ -473,7 +479,7 @@ def test_aborted_while_waiting() -> None:
     simulation.plan()
     simulation.abort([second])
     simulation.abort([second])
-    assert simulation.scheduler.num_waiting == 1
+    assert simulation.scheduler.sequences.num_waiting == 1
     simulation.commit()
     simulation.drain()
     assert [len(simulation.output(r)) for r in (first, second, third)] == [4, 0, 4]
@@ -716,6 +722,43 @@ def test_numbers_that_are_not_finite_are_the_fault_of_media(media: list[Media]) 
     assert ended is sequence and delta.finish_reason == "error"
     assert delta.error_type == ("ValueError" if media else "NotFiniteError")
     assert (delta.error or "").startswith("no logits")
+
+
+@pytest.mark.parametrize("num_states", [0, 8])
+def test_what_a_medium_that_cannot_be_encoded_has_left_is_found_by_nobody(num_states: int) -> None:
+    """Its row has written keys and values all the same, and other requests may have them in their prefix."""
+    simulation = Simulation(num_states=num_states, checkpoint_tokens=4, encoder_capacity=20)
+    prompt, media = [5, *[2] * 6, 7, 8, 9, 10, 11, 5], [Media(1, 6, b"cat", PICTURE)]
+    (other,) = simulation.submit(prompt[7:] * 2)
+    (first,) = simulation.submit(prompt, media=media)
+    (second,) = simulation.submit(prompt, media=media)
+    simulation.plan()
+    names = [row.slot for row in simulation.scheduler.in_flight[0].rows if row.entries]
+    assert names == [first.slot]
+    simulation.plan()
+    shared = second.num_cached_tokens
+    simulation.results[0].rows[1] = RowResult(error="this is no cat", is_spoiled=True)
+    ended = {sequence: delta for sequence, delta in simulation.commit() if delta.finish_reason == "error"}
+    assert {delta.error for delta in ended.values()} == {"this is no cat"}
+    assert set(ended) == ({first, second} if shared else {first})
+    simulation.drain()
+    assert other.finished and other.num_output_tokens
+    (again,) = simulation.submit(prompt, media=media)
+    assert simulation.scheduler.kv.cached_prefix(again) == []
+    simulation.drain()
+
+
+def test_an_error_of_a_draw_ends_nobody_who_shares_the_medium() -> None:
+    simulation = Simulation(encoder_capacity=20)
+    prompt, media = [5, *[2] * 6, 7, 8, 9, 10, 11, 5], [Media(1, 6, b"cat", PICTURE)]
+    (first,) = simulation.submit(prompt, media=media)
+    (second,) = simulation.submit(prompt, media=media)
+    simulation.plan()
+    assert second.num_cached_tokens
+    simulation.results[0].rows[0] = RowResult(error="no token is allowed", error_type="ValueError")
+    assert [sequence for sequence, delta in simulation.commit() if delta.finish_reason == "error"] == [first]
+    simulation.drain()
+    assert second.num_output_tokens
 
 
 def test_a_chunk_ends_before_a_medium_that_does_not_fit() -> None:
@@ -975,6 +1018,44 @@ def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
     simulation.submit([4, 5], max_tokens=2)
     for _ in range(1000):
         simulation.abort(simulation.submit([6, 7], max_tokens=2))
-    assert simulation.scheduler.num_waiting == 1
+    assert simulation.scheduler.sequences.num_waiting == 1
     assert sum(map(len, simulation.scheduler.waiting._heaps.values())) < 100
     simulation.drain()
+
+
+# ---------------------------------------------------------------- other weights
+
+
+def test_blocks_of_other_weights_are_not_found() -> None:
+    simulation = Simulation(depth=1)
+
+    def cached() -> int | None:
+        (sequence,) = simulation.submit(LONG[:10], max_tokens=1)
+        simulation.drain()
+        return sequence.num_cached_tokens
+
+    assert cached() == 0
+    assert (first := cached())
+    for key in (b"one", b"two"):
+        simulation.scheduler.sequences.change_weights(WeightsVersion(key.decode(), key))
+        assert [cached(), cached()] == [0, first]
+
+
+def test_outputs_say_which_weights_gave_their_tokens() -> None:
+    """Those that wait are named anew; those that run are preempted first, and keep their tokens."""
+    simulation = Simulation(depth=1, max_num_seqs=1)
+    (running,) = simulation.submit(LONG[:10], max_tokens=6)
+    (waiting,) = simulation.submit(LONG[:10], max_tokens=6)
+    for _ in range(3):
+        simulation.step()
+    assert (running.num_output_tokens, waiting.num_output_tokens) == (3, 0)
+    names = list(running.block_names)
+    assert simulation.scheduler.preempt_all()
+    simulation.scheduler.sequences.change_weights(WeightsVersion("2", b"two"))
+    simulation.drain()
+    assert (running.versions, waiting.versions) == ([(3, "2")], [(0, "2")])
+    assert names and not set(names) & set(running.block_names)
+    assert running.num_versions_told == waiting.num_versions_told == 1
+    (later,) = simulation.submit(LONG[:10], max_tokens=1)
+    simulation.drain()
+    assert later.versions == [(0, "2")] and later.num_cached_tokens

@@ -57,6 +57,7 @@ configs = st.fixed_dictionaries(
         "depth": st.sampled_from([1, 2, 3]),
         "stages": st.sampled_from([1, 1, 2, 3]),
         "watermark": st.sampled_from([0.0, 0.1, 0.3]),
+        "step_seconds": st.sampled_from([0.0, 0.001, 0.004, 1.0]),
     }
 )
 
@@ -77,6 +78,7 @@ class SchedulerLife(RuleBasedStateMachine):
         num_states=st.sampled_from([0, 0, 2, 3, 5, 8, 20]),
         checkpoint_tokens=st.integers(1, 9),
         encoder_capacity=st.sampled_from([0, 0, 3, 6, 12]),
+        encoder_layers=st.sampled_from([0, 1, 2, 5, 20]),
         cuts_media=st.booleans(),
         launch_steps=st.sampled_from([1, 2, 5, 40]),
         drafts=st.none()
@@ -93,6 +95,7 @@ class SchedulerLife(RuleBasedStateMachine):
         num_states: int,
         checkpoint_tokens: int,
         encoder_capacity: int,
+        encoder_layers: int,
         cuts_media: bool,
         launch_steps: int,
         drafts: tuple[str, int, int] | None,
@@ -110,6 +113,7 @@ class SchedulerLife(RuleBasedStateMachine):
             num_states=num_states,
             checkpoint_tokens=checkpoint_tokens,
             encoder_capacity=encoder_capacity,
+            encoder_layers=encoder_layers,
             cuts_media=cuts_media,
             launch_steps=1 if drafts or num_states or config["stages"] != 1 else launch_steps,
         )
@@ -216,10 +220,10 @@ class SchedulerLife(RuleBasedStateMachine):
     def preempt_all(self) -> None:
         self.simulation.preempt_all()
 
-    @precondition(lambda self: self.simulation.config.encoder_capacity)
+    @precondition(lambda self: self.simulation.encoder)
     @rule()
     def reset_encoder_cache(self) -> None:
-        encoder = self.simulation.scheduler.kv.encoder
+        encoder = self.simulation.encoder
         assert encoder is not None
         encoder.reset()
         assert all(entry.num_refs for entry in encoder._entries.values())

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequence_seed, sequences
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Request, RequestTiming
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request, RequestTiming
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 

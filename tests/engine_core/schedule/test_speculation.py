@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from pagewire.engine_core.drafting import drafting as drafting_module
 from pagewire.engine_core.drafting.draft import TokenDraft
+from pagewire.engine_core.drafting.drafting import Drafting, DraftLimits
 from pagewire.engine_core.drafting.ngram import NgramDrafter
+from pagewire.engine_core.drafting.open import open_speculation
 from pagewire.engine_core.drafting.policy import MeasuredPolicy
 from pagewire.engine_core.drafting.suffix import SuffixDrafter
-from pagewire.engine_core.schedule import speculation
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.engine_core.schedule.speculation import Drafting, DraftLimits, NoSpeculation, open_speculation
+from pagewire.engine_core.schedule.speculation import NoSpeculation
 from pagewire.ipc.speculative import SpeculativeConfig, speculative_config
-from pagewire.ipc.wire.worker_messages import Masks, RowResult, StepPlan, StepResult
+from pagewire.ipc.wire.steps import Masks, RowResult, StepPlan, StepResult
 from tests.engine_core.schedule.simulation import ModelWorker, RandomPolicy, Simulation
 
 LOOP = "(bcdefghij){1,99}"  # a grammar that leaves no choice, so its output repeats itself
@@ -80,7 +82,7 @@ class TimedSimulation(Simulation):
 
     @property
     def num_drafts(self) -> int:
-        return self.scheduler.stats.speculation.num_drafts
+        return self.scheduler.speculation.stats.num_drafts
 
     def loop(self, count: int = 1, **params: Any) -> list[Sequence]:
         """Requests whose output repeats itself."""
@@ -109,7 +111,7 @@ def test_output_that_repeats_itself_takes_few_steps(
     simulation = TimedSimulation(FLAT, depth=depth, drafter=make())
     simulation.loop(count)
     simulation.drain()
-    stats = simulation.scheduler.stats.speculation
+    stats = simulation.scheduler.speculation.stats
     assert len(simulation.made) < 45
     assert stats.acceptance_rate > 0.9 and stats.efficiency > 0.9
     assert stats.num_emitted == stats.num_accepted + stats.num_rows
@@ -132,7 +134,7 @@ def test_stages_run_other_steps_while_drafts_are_verified(count: int) -> None:
         assert len(set(sequences)) == len(sequences)  # one with drafts in flight waits for its result
         simulation.commit()
     simulation.drain()
-    stats = simulation.scheduler.stats.speculation
+    stats = simulation.scheduler.speculation.stats
     assert len(simulation.made) < (45 if count == 1 else 90)
     assert (both > 0) == (count > 1)
     assert stats.acceptance_rate > 0.9
@@ -226,7 +228,7 @@ def test_some_drafts_are_verified_whatever_is_measured(depth: int, make: Callabl
         known = {"structured_outputs": {"regex": "b{32}"}} if make is ngrams else {}
         simulation.submit([2, 3], max_tokens=32, seed=seed, **known)
         simulation.drain()
-        assert simulation.scheduler.stats.speculation.num_accepted > 0
+        assert simulation.scheduler.speculation.stats.num_accepted > 0
 
 
 def test_the_last_token_needs_no_draft() -> None:
@@ -276,7 +278,7 @@ class Fixed:
 
 def test_long_prompts_are_taken_in_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that many that come at once, from the prefix cache, do not make the core wait."""
-    monkeypatch.setattr(speculation, "PORTION", 100)
+    monkeypatch.setattr(drafting_module, "PORTION", 100)
     simulation = TimedSimulation(FLAT, drafter=ngrams(), max_num_batched_tokens=2000, num_blocks=400)
     group = [simulation.submit([2, 3] * 45, seed=i, max_tokens=30)[0] for i in range(6)]
     seen = []

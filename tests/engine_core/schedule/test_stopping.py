@@ -7,8 +7,8 @@ import pytest
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 
 EOS = 99
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.requests import Request
 
 
 def test_sequences_are_withdrawn_in_the_order_of_arrival_and_may_be_queued_again() -> None:
@@ -27,11 +27,11 @@ def test_sequences_are_withdrawn_in_the_order_of_arrival_and_may_be_queued_again
     assert scheduler.waiting.withdraw(lambda sequence: sequence in chosen) == sorted(
         chosen, key=lambda sequence: sequence.arrival
     )
-    assert scheduler.num_waiting == 4 and not scheduler.waiting.suspects
+    assert scheduler.sequences.num_waiting == 4 and not scheduler.waiting.suspects
     assert scheduler.tenants.get("tenant 1").num_waiting == 0
     for sequence in chosen:
         scheduler.add(sequence)
-    assert scheduler.num_waiting == 9 and scheduler.waiting.suspects == [suspect]
+    assert scheduler.sequences.num_waiting == 9 and scheduler.waiting.suspects == [suspect]
     scheduler.abort([suspect])
     plan = scheduler.plan(1.0)
     assert plan is not None and len(plan.rows) == 8

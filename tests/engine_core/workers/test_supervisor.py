@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import zmq
 
-from pagewire.engine_core.clients import worker_calls as calls
-from pagewire.engine_core.clients.control import MAX_OPEN_CALLS
+from pagewire.engine_core.calls import worker_calls as calls
+from pagewire.engine_core.calls.control import MAX_OPEN_CALLS
 from pagewire.engine_core.workers.launchers import early
 from pagewire.engine_core.workers.launchers.early import EarlyWorker
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
@@ -72,7 +72,7 @@ def let_start(core: RunningCore, hang: Path) -> None:
 
 def limit_health(core: RunningCore, seconds: float) -> None:
     """Set the time in which workers must prove that they live."""
-    core.serving.control._health._seconds = seconds
+    core.serving.engine.control._health._seconds = seconds
 
 
 def limit_call(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
@@ -144,7 +144,9 @@ def test_what_the_machine_lacks_for_a_start_it_may_have_later(
     frontend = attached(core)
     tries: list[int] = []
 
-    def start(command: list[str]) -> Child:
+    def start(command: list[str], pass_fds: Sequence[int] = ()) -> Child:
+        if pass_fds:
+            raise error  # of a process ahead of the next loss, which is no reason to fail
         tries.append(int(command[-1].rpartition("-")[2]))  # the rank, at the end of the identity
         if tries[-1] == 1 and len(tries) <= 6:
             raise error
@@ -173,6 +175,46 @@ def test_a_worker_that_was_started_early_is_the_first(
         os.kill(core.workers.pids[0], signal.SIGKILL)
         assert_runs(frontend, 2)
         assert core.workers.num_starts == (2 if lives else 3) and first.child.pid not in core.workers.pids
+        core.stop()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_after_a_loss_the_next_worker_waits_ready(start_core: StartCore, lives: bool) -> None:
+    with zmq.Context() as context:
+        launcher = LocalLauncher(context, FAKE_WORKER)
+        core = start_core(launcher=launcher)
+        frontend = attached(core)
+        assert_runs(frontend, 1)
+        assert not launcher._spares, "an engine without losses does not pay for one"
+        os.kill(core.workers.pids[0], signal.SIGKILL)
+        assert_runs(frontend, 2)
+        spare = launcher._spares[0].child
+        if not lives:
+            spare.kill()
+        os.kill(core.workers.pids[0], signal.SIGKILL)
+        assert_runs(frontend, 3)
+        assert (core.workers.pids == [spare.pid]) is lives
+        assert core.workers.num_starts == 3
+        last = launcher._spares[0].child
+        core.stop()
+        assert last.poll() is not None
+
+
+def test_workers_that_wait_ready_end_when_nothing_is_lost_for_a_while(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewire.engine_core.workers.supervisor.SPARE_SECONDS", 0.0)
+    with zmq.Context() as context:
+        launcher = LocalLauncher(context, FAKE_WORKER)
+        core = start_core(launcher=launcher)
+        frontend = attached(core)
+        os.kill(core.workers.pids[0], signal.SIGKILL)
+        assert_runs(frontend, 1)
+        while launcher._spares:  # until the next tick
+            pass
+        os.kill(core.workers.pids[0], signal.SIGKILL)
+        assert_runs(frontend, 2)
+        assert core.workers.num_starts == 3
         core.stop()
 
 
@@ -315,13 +357,13 @@ def test_calls_that_no_worker_could_take_are_refused(
     answered = [frontend.answer() for _ in range(calls.MAX_PENDING_CALLS)]
     assert [answer.result for answer in answered] == [[[i]] for i in range(calls.MAX_PENDING_CALLS)]
     assert core.workers.num_starts == 1
-    assert not core.serving.control._num_open
+    assert not core.serving.engine.control._num_open
 
 
 def test_a_frontend_has_a_limited_number_of_open_calls(
     start_core: StartCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.engine_core.clients.control.MAX_OPEN_CALLS", 3)
+    monkeypatch.setattr("pagewire.engine_core.calls.control.MAX_OPEN_CALLS", 3)
     core = start_core()
     frontend, other = attached(core), core.frontend("other")
     other.attach()
@@ -341,7 +383,7 @@ def test_a_frontend_has_a_limited_number_of_open_calls(
 def test_health_is_proven_by_a_ping_and_a_worker_that_does_not_answer_is_replaced(
     start_core: StartCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.engine_core.clients.health.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("pagewire.engine_core.calls.health.FRESH_SECONDS", 0.0)
     core = start_core()
     frontend = attached(core)
     healthy = {"alive": True, "ready": True, "reason": ""}
@@ -354,7 +396,7 @@ def test_health_is_proven_by_a_ping_and_a_worker_that_does_not_answer_is_replace
     for _ in range(2):
         health = frontend.answer().result
         assert not health["alive"] and not health["ready"] and "has not answered ping" in health["reason"]
-    assert core.serving.control._worker_calls.oldest.method == "ping"
+    assert core.serving.engine.control._worker_calls.oldest.method == "ping"
     os.kill(core.workers.pids[0], signal.SIGCONT)
     limit_health(core, 60.0)
     assert frontend.call("collective_rpc", "echo", [1]).result == [[1]]

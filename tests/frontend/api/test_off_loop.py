@@ -14,10 +14,10 @@ import pytest
 from pagewire.frontend.api import off_loop
 from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
 from pagewire.frontend.api.slow_work import SlowWork
-from pagewire.frontend.requests.pooling.inputs import TextPair
+from pagewire.frontend.text.prompts import TextPair
 from pagewire.frontend.text.tokenizer import LARGE_TEXT
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.wire.tenants import current_tenant
+from pagewire.ipc.tenants import current_tenant
 
 PATIENCE = 20.0
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.core import core_source, open_requests
+from pagewire.frontend.core import core_source, custody
 from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.session import Session
+from pagewire.frontend.core.supervisor import Supervisor
 from pagewire.frontend.requests.outputs import RequestState
 from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
 from pagewire.ipc.wire.messages import CoreDying, Detached, EngineInfo, Hello, Request, Submit
@@ -39,8 +40,12 @@ def open_session(
 
     yield new
     for session, keeper in opened:
+        session._requests.validate()
         session.close()
         keeper.close()
+        session._requests.validate()
+        assert isinstance(session.connection, Supervisor)
+        session.connection.validate()
 
 
 def submit(session: Session, inbox: Inbox, *names: str, length: int = LENGTH) -> list[RequestState]:
@@ -199,7 +204,7 @@ def test_any_number_of_open_requests_goes_on_in_pieces(
         inbox.get()
     states = submit(session, inbox, *(f"{number:060}" for number in range(100)), length=200)
     monkeypatch.setattr(EngineInfo, "max_message_bytes", 600)
-    monkeypatch.setattr(open_requests.Blame, "suspects", lambda *_: [])  # to see the sending alone
+    monkeypatch.setattr(custody.Blame, "suspects", lambda *_: [])  # to see the sending alone
     all_open.set()
     wait_for(inbox, [long, *states])
     assert end_of(long)[0] is ValueError and "too large" in str(long.error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pagewire.frontend.media.cache import DecodedCache, RecentKeys
 from pagewire.frontend.media.items import MAX_NAMES, Decoded
 from pagewire.ipc.recent import ENTRY_BYTES, Recent
+from pagewire.ipc.wire.budget import MAX_OPTIONS_CHARS
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS
 
 
 def content(num_bytes: int) -> Decoded:

@@ -27,8 +27,8 @@ from pagewire.frontend.media.items import MediaItem
 from pagewire.frontend.media.loader import MediaLoader, from_base64
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.host.confined import Confined
+from pagewire.ipc.tenants import current_tenant
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.tenants import current_tenant
 from tests.benchmarks.loading import load_from
 
 files = load_from("siege", "media_files")

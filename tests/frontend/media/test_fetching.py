@@ -25,7 +25,7 @@ from pagewire.frontend.media.download import (
 from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.local_file import NOT_READABLE, read_local_file
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.wire.tenants import current_tenant
+from pagewire.ipc.tenants import current_tenant
 from tests.frontend.media.attack_server import CONTENT, AttackServer
 
 LIMITS = DownloadLimits(20.0, 1 << 20)

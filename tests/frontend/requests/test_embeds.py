@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.requests.embeds import as_tensor
 from pagewire.frontend.requests.inputs import Intake, Prepared
+from pagewire.frontend.requests.learned_prompts import PromptAdapters
 from pagewire.frontend.requests.outputs import RequestState
-from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, PromptAdapters
+from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
 from pagewire.ipc.wire.items import LogprobRows

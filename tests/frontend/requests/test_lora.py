@@ -16,8 +16,9 @@ import pagewire
 from pagewire.frontend.api.llm import LLM
 from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.open_requests import resumed
-from pagewire.frontend.requests import lora
-from pagewire.frontend.requests.lora import AdapterBook, LoRARequest, for_each
+from pagewire.frontend.requests import adapter_book
+from pagewire.frontend.requests.adapter_book import AdapterBook
+from pagewire.frontend.requests.lora import LoRARequest, for_each
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.messages import EngineInfo, Request, Submit
@@ -134,13 +135,13 @@ def test_adapters_share_the_models_tokenizer_unless_they_have_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The files of the model's are read once, and not for adapters without any."""
-    digested, digest = list[Path](), lora.tokenizer_digest
+    digested, digest = list[Path](), adapter_book.tokenizer_digest
 
     def noted(folder: Path) -> bytes:
         digested.append(folder)
         return digest(folder)
 
-    monkeypatch.setattr(lora, "tokenizer_digest", noted)
+    monkeypatch.setattr(adapter_book, "tokenizer_digest", noted)
     book = AdapterBook(engine_info)
     requests = {
         name: LoRARequest(name, 1, str(new(name, None if name == "none" else word_tokenizer)))
@@ -169,7 +170,7 @@ def test_adapters_share_the_models_tokenizer_unless_they_have_another(
 def test_few_tokenizers_are_kept_in_memory(
     engine_info: EngineInfo, new: Callable[..., Path], word_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.frontend.requests.lora.MAX_TOKENIZERS", 2)
+    monkeypatch.setattr("pagewire.frontend.requests.adapter_book.MAX_TOKENIZERS", 2)
     book, requests = AdapterBook(engine_info), []
     for number in range(2):
         folder = new(f"adapter {number}", word_tokenizer)

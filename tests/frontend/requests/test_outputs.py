@@ -421,3 +421,28 @@ def test_a_special_token_that_ends_an_output_is_not_in_its_text(
         assert output.token_ids == [special, *ids, special]
         assert output.text.count(tokenizer.decode([special], False)) == count
         assert output.text.startswith(tokenizer.decode([special, *ids], False))
+
+
+def test_which_weights_gave_the_tokens(tokenizer: Tokenizer) -> None:
+    """Deltas say all that their core knows; one that took the request over does not know of tokens before."""
+    state = new_state(tokenizer)
+    for token_ids, weights, expected in [
+        ([5], [], ()),
+        ([6, 7], [(1, "1")], ((1, "1"),)),
+        ([8], [(1, "1"), (3, "2")], ((1, "1"), (3, "2"))),
+        ([9], [], ((1, "1"), (3, "2"))),
+        ([5], [(5, "")], ((1, "1"), (3, "2"), (5, ""))),
+        ([6], [(5, ""), (6, "3")], ((1, "1"), (3, "2"), (5, ""), (6, "3"))),
+    ]:
+        state.apply(TokenDelta(0, 0, token_ids, weights=weights))
+        (output,) = take(state).outputs
+        assert output.weights_versions == expected
+        assert output.weights_version == (expected[-1][1] if expected else "")
+
+
+def test_a_core_that_took_over_with_the_first_weights_says_nothing(tokenizer: Tokenizer) -> None:
+    state = new_state(tokenizer)
+    state.apply(TokenDelta(0, 0, [5]))
+    state.apply(TokenDelta(0, 0, [6], weights=[(1, "")]))
+    (output,) = take(state).outputs
+    assert output.weights_versions == ()

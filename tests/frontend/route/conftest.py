@@ -58,7 +58,9 @@ class Cores:
 
     def close(self) -> None:
         if self.engine is not None:
+            self.engine.session._requests.validate()
             self.engine.shutdown()
+            self.engine.session._requests.validate()
         for core in self.cores:
             core.close()
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.wiring import create_app
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.wiring import create_app
 from pagewire.ipc.wire.messages import Submit
 from pagewire.ipc.wire.pooling import PoolingInfo
 from tests.frontend.conftest import FakeCore

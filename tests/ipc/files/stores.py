@@ -1,4 +1,4 @@
-"""Servers on loopback that speak as much of S3 and of ModelScope as a download needs."""
+"""Servers on loopback that speak as much of S3, of ModelScope and of the Hugging Face hub as a download needs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlparse
 from xml.sax.saxutils import escape
+
+PATIENCE = 60
 
 
 class Store:
@@ -19,12 +22,14 @@ class Store:
 
     reads: each file that was asked for, with the first byte. key: what clients must show; None: nothing.
     breaks: the number of bytes after which the connection breaks off, for the next answers in turn.
+    gates: the number of bytes after which an answer waits for an event, for the next answers in turn.
     """
 
     def __init__(self, files: Mapping[str, bytes], key: str | None = None) -> None:
         self.files, self.key = dict(files), key
         self.reads: list[tuple[str, int]] = []
         self.breaks: list[int] = []
+        self.gates: list[tuple[int, threading.Event]] = []
         self.address = ""
 
     @contextmanager
@@ -61,13 +66,22 @@ class StoreHandler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.command == "HEAD":
+            return
+        if self.store.gates and headers:
+            first, gate = self.store.gates.pop(0)
+            self.wfile.write(body[:first])
+            self.wfile.flush()
+            gate.wait(PATIENCE)
+            body = body[first:]
         if self.store.breaks and headers:
             self.wfile.write(body[: self.store.breaks.pop(0)])
             self.wfile.flush()
             self.close_connection = True
             self.connection.shutdown(2)
             return
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # a client that has left
+            self.wfile.write(body)
 
     def send_file(self, name: str) -> None:
         content = self.store.files[name]
@@ -137,3 +151,77 @@ class ModelScopeHandler(StoreHandler):
 
 def etag(content: bytes) -> str:
     return f'"{hashlib.md5(content).hexdigest()}"'
+
+
+class HubHandler(StoreHandler):
+    """The Hugging Face hub: repositories at their last commit. A file is `owner/repository/path`.
+
+    Files of over `LARGE` bytes are as those of Git LFS, which have a sha256; others have the digest of a Git blob.
+    """
+
+    LARGE = 1000
+
+    def do_GET(self) -> None:
+        path = unquote(urlparse(self.path).path).strip("/")
+        parts = path.split("/")
+        name = "/".join(parts[2:4] if parts[:2] == ["api", "models"] else parts[:2])
+        files = {file: body for file, body in self.store.files.items() if file.startswith(f"{name}/")}
+        if not self.is_allowed():
+            self.answer(401, b"{}", X_Error_Code="RepoNotFound")
+        elif not files:
+            self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+        elif parts[0] != "api":
+            self.send_of_hub("/".join([name, *parts[4:]]), commit_of(files))
+        elif "tree" in parts:
+            listed = [
+                {"type": "file", "path": file} | self.described(body, "oid", "oid")
+                for file, body in self.without(name, files).items()
+            ]
+            self.answer(200, json.dumps(listed).encode())
+        else:
+            listed = [
+                {"rfilename": file} | self.described(body, "blobId", "sha256")
+                for file, body in self.without(name, files).items()
+            ]
+            info = {"id": name, "sha": commit_of(files), "siblings": listed, "tags": [], "downloads": 0}
+            self.answer(200, json.dumps(info | {"private": False}).encode())
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def without(self, name: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        return {file.removeprefix(f"{name}/"): body for file, body in files.items()}
+
+    def described(self, body: bytes, blob: str, digest: str) -> dict[str, object]:
+        given: dict[str, object] = {"size": len(body), blob: blob_of(body)}
+        if len(body) > self.LARGE:
+            given["lfs"] = {digest: sha256_of(body), "size": len(body), "pointerSize": 130}
+        return given
+
+    def send_of_hub(self, file: str, commit: str) -> None:
+        if (body := self.store.files.get(file)) is None:
+            self.answer(404, b"", X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+            return
+        first = int(found[1]) if (found := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
+        if self.command == "GET":
+            self.store.reads.append((file, first))
+        tag = sha256_of(body) if len(body) > self.LARGE else blob_of(body)
+        headers = {"ETag": f'"{tag}"', "X_Repo_Commit": commit, "X_Linked_Size": str(len(body))}
+        if found:
+            headers["Content_Range"] = f"bytes {first}-{len(body) - 1}/{len(body)}"
+        self.answer(206 if found else 200, body[first:], **headers)
+
+
+@lru_cache(16)
+def sha256_of(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+@lru_cache(16)
+def blob_of(body: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+
+
+def commit_of(files: Mapping[str, bytes]) -> str:
+    listed = sorted((name, blob_of(body)) for name, body in files.items())
+    return hashlib.sha1(repr(listed).encode()).hexdigest()

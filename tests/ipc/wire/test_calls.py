@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from pagewire.engine_core.clients.adapter_control import AdapterControl
-from pagewire.engine_core.clients.control import Control
-from pagewire.engine_core.clients.media_control import MediaControl
-from pagewire.engine_core.clients.worker_sleep import WorkerSleep
+from pagewire.engine_core.calls.adapter_control import AdapterControl
+from pagewire.engine_core.calls.control import Control
+from pagewire.engine_core.calls.media_control import MediaControl
+from pagewire.engine_core.calls.peer_control import PeerControl
+from pagewire.engine_core.calls.retention_control import RetentionControl
+from pagewire.engine_core.calls.weight_updates import WeightUpdates
+from pagewire.engine_core.calls.worker_sleep import WorkerSleep
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.api.calls import AsyncEngineCalls
 from pagewire.frontend.api.llm import LLM
@@ -18,6 +21,7 @@ from pagewire.frontend.api.llm_engine import LLMEngine
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.wire.calls import CALLS, Caller, EngineCalls, RunsIn
 
+OWNERS = (Control, WorkerSleep, AdapterControl, MediaControl, RetentionControl, PeerControl, WeightUpdates)
 METHODS = [name for name in vars(EngineCalls) if not name.startswith("_")]
 
 
@@ -39,11 +43,7 @@ def test_signatures_are_those_of_ordinary_methods() -> None:
 def test_the_core_has_the_calls_it_runs_with_the_arguments_that_are_sent() -> None:
     for call in CALLS.values():
         if call.runs_in is not RunsIn.WORKER:
-            owner = next(
-                owner
-                for owner in (Control, WorkerSleep, AdapterControl, MediaControl)
-                if hasattr(owner, call.name)
-            )
+            owner = next(owner for owner in OWNERS if hasattr(owner, call.name))
             parameters = inspect.signature(getattr(owner, call.name)).parameters
             assert list(parameters)[2:] == list(call.sent.parameters), call.name
 

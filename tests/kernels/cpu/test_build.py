@@ -2,8 +2,10 @@
 
 import io
 import logging
+import platform
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from pagewire.kernels.cpu.build import (
     BuildError,
     InstructionSet,
     build,
+    compiled_for,
     supported_instruction_sets,
 )
 from pagewire.kernels.cpu.library import InstructionsRefusedError
@@ -149,6 +152,7 @@ def fake_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     """Makes /proc/cpuinfo, as the build reads it, say that the CPU has these flags."""
 
     def pretend(flags: str) -> None:
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
         file = tmp_path / "cpuinfo"
         file.write_text(f"processor\t: 0\nmodel name\t: A CPU\nflags\t\t: {flags}\n")
         monkeypatch.setattr(build_module, "CPUINFO", file)
@@ -167,6 +171,44 @@ def test_the_best_set_of_a_cpu_comes_first(
     assert {"portable": 0, "avx2": 3, "avx_vnni": 4, "avx512": 7, "avx512_vnni": 8, "avx512_bf16": 9}[
         vectors
     ] == len([flag for flag in build_module.emulated_tiles().compiler_flags if flag.startswith("-m")])
+
+
+ASIMD, ATOMICS, ASIMDDP = 1 << 1, 1 << 8, 1 << 20  # of AT_HWCAP, with 1 for the scalar floats that all have
+I8MM, BF16 = 1 << 13, 1 << 14  # of AT_HWCAP2
+NEOVERSE_N1 = 1 | ASIMD | ATOMICS | ASIMDDP
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (1 | ASIMD, 0, ["neon", "portable"]),
+        (1 | ASIMD | ATOMICS, 0, ["neon", "portable"]),
+        (NEOVERSE_N1, 0, ["neon_dot", "neon", "portable"]),
+        (NEOVERSE_N1, I8MM, ["neon_dot", "neon", "portable"]),
+        (NEOVERSE_N1, I8MM | BF16, ["neon_bf16", "neon_dot", "neon", "portable"]),
+    ],
+    ids=["cortex-a72", "cortex-a72 with atomics", "neoverse-n1", "without bf16", "neoverse-v1"],
+)
+def test_the_best_set_of_an_arm_cpu_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, second: int, names: list[str]
+) -> None:
+    file = tmp_path / "auxv"
+    file.write_bytes(struct.pack("=10Q", 6, 4096, 16, first, 26, second, 23, 0, 0, 0))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(build_module, "AUXILIARY_VECTOR", file)
+    monkeypatch.setattr(build_module, "cpu_flags", build_module.cpu_flags.__wrapped__)
+    assert [isa.name for isa in supported_instruction_sets()] == names
+    vectors = supported_instruction_sets()[0].compiler_flags
+    assert build_module.emulated_tiles().compiler_flags[: len(vectors)] == vectors
+    assert [isa.name for isa in compiled_for("aarch64")] == ["neon_bf16", "neon_dot", "neon", "portable"]
+
+
+def test_a_wheel_has_the_sets_of_its_machine() -> None:
+    sets = {
+        machine: {isa.name for isa in compiled_for(machine)} for machine in ("x86_64", "aarch64", "riscv64")
+    }
+    assert sets["x86_64"] & sets["aarch64"] == sets["riscv64"] == {"portable"}
+    assert sets["x86_64"] | sets["aarch64"] == {isa.name for isa in build_module.INSTRUCTION_SETS}
 
 
 class FakeLibraries:
@@ -267,7 +309,7 @@ def test_compiling_shows_its_parts(
 ) -> None:
     number = len(build_module.SOURCES)
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES)))
-    with caplog.at_level(logging.INFO, logger="pagewire.kernels"):
+    with caplog.at_level(logging.WARNING, logger="pagewire.kernels"):
         build(PORTABLE)
     first, *quarters, last = (record.getMessage() for record in caplog.records)
     assert first.startswith(f"compiling the CPU kernels for portable, once for this machine: {number} parts")

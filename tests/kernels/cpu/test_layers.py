@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels import ops
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.data.layer import Activation, Xielu
+from pagewire.kernels.data.layer import Activation, LimitedGate, Xielu
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.reference.kernels import reference
 from tests.kernels.batches import allocate_kv
@@ -112,8 +112,10 @@ def test_curves(kernels: CpuKernels, dtype: torch.dtype) -> None:
     assert kernels.activate_each(torch.full((3,), torch.nan, dtype=dtype), curve).isnan().all()
 
 
-@pytest.mark.parametrize("activation", Activation)
-def test_gated_activations(kernels: CpuKernels, dtype: torch.dtype, activation: Activation) -> None:
+@pytest.mark.parametrize("activation", [*Activation, LimitedGate(3.0), LimitedGate(3.0, 1.5)])
+def test_gated_activations(
+    kernels: CpuKernels, dtype: torch.dtype, activation: Activation | LimitedGate
+) -> None:
     torch.manual_seed(0)
     for size in SIZES:
         x = (4 * torch.randn(9, 2 * size)).to(dtype)

@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "target_parameters": [name.replace("mlp", "block_sparse_moe") for name in STACKED],
     },
     "glm4_moe": {"target_modules": ["q_proj"], "target_parameters": [*STACKED, "mlp.gate.weight"]},
+    "minimax_m3_vl_text": {"target_modules": ["q_proj"], "target_parameters": STACKED},
     "olmoe": {"target_modules": [], "target_parameters": STACKED[1:], "use_rslora": True},
 }
 """Matrices that lie transposed with biases; one parameter of two; other names; experts that every token gets."""

@@ -21,6 +21,7 @@ from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import TENSORS, read_files
 from pagewire.workers.adapters.loader import Adapters
 from pagewire.workers.errors import LoadError
+from tests.workers import pooled
 from tests.workers.architectures import SERVED
 from tests.workers.driver import Driver, load_runner
 from tests.workers.peft_adapters import AdaptedRunner
@@ -297,9 +298,20 @@ def test_what_cannot_be_served_with_adapters_is_refused(llama: Path) -> None:
         load_runner(llama, lora=replace(LIMITS, long_lora_scaling_factors=[4.0]))
 
 
-def test_layers_that_share_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"several layers of this model share .*shared_transf"):
-        load_runner(SERVED["zamba"].write(tmp_path), lora=LIMITS)
+def test_what_runs_as_a_module_is_refused(tmp_path: Path) -> None:
+    """Zamba, whose layers share weights, an encoder that runs prompt by prompt, and halves that are modules."""
+    for folder in (
+        SERVED["zamba"].write(tmp_path / "zamba"),
+        pooled.write(tmp_path / "deberta", "deberta-v2"),
+    ):
+        with pytest.raises(
+            LoadError, match="is served without enable_lora: its layers run as transformers' module"
+        ):
+            AdaptedRunner(folder)
+    with pytest.raises(
+        LoadError, match=r"enable_lora: adapters change linear layers of stacks alone, and .* halves"
+    ):
+        AdaptedRunner(SERVED["bailing_hybrid"].write(tmp_path / "ling"))
 
 
 def test_all_names_together_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:

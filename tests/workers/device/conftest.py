@@ -11,7 +11,7 @@ import torch
 
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.reference.kernels import reference
-from pagewire.workers.run import assembly
+from pagewire.workers.process import wiring
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
@@ -45,6 +45,6 @@ def load(
         yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
         return
     launcher = EmulatedLauncher()
-    monkeypatch.setattr(assembly, "open_device", lambda load: EmulatedCudaDevice(launcher))
+    monkeypatch.setattr(wiring, "open_device", lambda load: EmulatedCudaDevice(launcher))
     with emulated(launcher):
         yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]

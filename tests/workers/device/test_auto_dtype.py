@@ -17,7 +17,7 @@ from tests.workers.driver import load_runner
 
 def test_which_cpus_multiply_bfloat16() -> None:
     names = [isa.name for isa in INSTRUCTION_SETS if multiplies_bfloat16(isa.name)]
-    assert names == ["amx_fp16", "amx", "avx512_bf16"]
+    assert names == ["amx_fp16", "amx", "avx512_bf16", "neon_bf16"]
     assert multiplies_bfloat16(EMULATED_TILES) and not multiplies_bfloat16(REFERENCE)
 
 

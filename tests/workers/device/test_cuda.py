@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import media_of
 from pagewire.ipc.wire.items import LogprobRows, Prompt
 from pagewire.ipc.wire.lora import LoadAdapter, LoRAConfig
-from pagewire.ipc.wire.messages import Tensor
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import (
     Masks,
@@ -43,9 +43,9 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import indexed_latents
 from pagewire.workers.network.loading import ModelSettings
 from pagewire.workers.network.model import Model
+from pagewire.workers.process import wiring
 from pagewire.workers.process.calls import call
 from pagewire.workers.process.main import Pipeline
-from pagewire.workers.run import assembly
 from pagewire.workers.run.graphs import recorded_sizes
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
@@ -549,7 +549,7 @@ def test_graphs_that_compute_something_else_are_not_used(
     expected = [outcome(result) for result in Core(plain).run(plans)]
     if not isinstance(plain.device, EmulatedCudaDevice):
         pytest.skip("a GPU's graphs are right")
-    monkeypatch.setattr(assembly, "open_device", lambda config: StaleDevice())
+    monkeypatch.setattr(wiring, "open_device", lambda config: StaleDevice())
     runner = load()
     assert runner.graphs is None and [outcome(result) for result in Core(runner).run(plans)] == expected
     assert "replayed CUDA graphs compute something else" in caplog.text

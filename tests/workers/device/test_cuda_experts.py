@@ -20,7 +20,8 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.families import structures
 from pagewire.workers.network.loading import ModelSettings
 from pagewire.workers.network.network import Network
-from pagewire.workers.run.graphs import RecordedShape, padding_batch
+from pagewire.workers.run.graphs import padding_batch
+from pagewire.workers.run.interface import RecordedShape
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.architectures import EXPERTS, VOCAB_SIZE, Architecture
@@ -140,7 +141,7 @@ def test_a_wrong_kernel_of_experts_is_noticed(
 def test_experts_of_modules(
     tmp_path: Path, device: EmulatedCudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their experts are one call all the same, and steps are replayed."""
+    """Their experts are one call all the same; steps of a module are not recorded."""
     monkeypatch.setattr(structures, "OTHER_ARITHMETIC", {"afmoe"})  # so that it is no stack
     folder = Architecture("afmoe", HEADS | WIDE).write(tmp_path, dtype="bfloat16")
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20, 1)), 5, [PLAIN, GREEDY, PLAIN])
@@ -148,9 +149,8 @@ def test_experts_of_modules(
     for call in (CudaExperts, type(None)):
         runner = load(folder, quantization="int4")
         assert isinstance(runner.model.model.base.module.layers[1].mlp.experts.grouped.compiled, call)
-        assert runner.graphs is None or call is CudaExperts
+        assert runner.graphs is None
         found.append([outcome(result) for result in Core(runner).run(plans)])
-        assert call is not CudaExperts or num_replayed(runner) == 4
         device.kernels.replace("experts")
     assert found[0] == found[1]
 

@@ -20,7 +20,7 @@ from pagewire.kernels.cuda.source import Variant
 from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loading import check_invariant, check_sums
-from pagewire.workers.run import assembly
+from pagewire.workers.process import wiring
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
@@ -49,7 +49,7 @@ def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         device.kernels, kernels.batch_invariant = kernels, config.batch_invariant
         return device
 
-    monkeypatch.setattr(assembly, "open_device", opened)
+    monkeypatch.setattr(wiring, "open_device", opened)
     with emulated(kernels):
         yield lambda folder, **fields: load_runner(folder, **(SIZES | {"max_model_len": 90} | fields))[0]
 

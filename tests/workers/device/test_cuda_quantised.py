@@ -17,7 +17,7 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.kernels.cuda import quantised_linear
 from pagewire.kernels.cuda.linear import PackedWeightLinear
 from pagewire.kernels.data.weight import Weight
-from pagewire.workers.run import assembly
+from pagewire.workers.process import wiring
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
@@ -35,7 +35,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCudaDevice]:
     """The device of runners that are loaded."""
     launcher = EmulatedLauncher()
     own = EmulatedCudaDevice(launcher)
-    monkeypatch.setattr(assembly, "open_device", lambda load: own)
+    monkeypatch.setattr(wiring, "open_device", lambda load: own)
     with emulated(own.kernels):
         yield own
 

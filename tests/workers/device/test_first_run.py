@@ -22,7 +22,7 @@ from pagewire.workers.device.first_run import (
     verdicts_from,
     why_sampling_is_wrong,
 )
-from pagewire.workers.run import assembly
+from pagewire.workers.process import wiring
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
@@ -76,7 +76,7 @@ def test_an_engine_serves_although_kernels_are_wrong(
     prompts = make_prompts(VOCAB_SIZE, (9, 2))
 
     def load(device: EmulatedCudaDevice, eager: bool = False) -> tuple[Runner, list[list[int]]]:
-        monkeypatch.setattr(assembly, "open_device", lambda config: device)
+        monkeypatch.setattr(wiring, "open_device", lambda config: device)
         with emulated(device.kernels):
             runner = load_runner(folder, **SIZES | {"max_num_seqs": 2, "enforce_eager": eager})[0]
             return runner, Driver(runner).generate(prompts, 4)
@@ -137,7 +137,7 @@ def test_latents_are_expanded_where_their_kernels_are_wrong(
     monkeypatch.setattr(first_run, "why_sampling_is_wrong", lambda device, dtype: "")
     fault = Edit("latent_attention.cu", "        shrink_values<V>(rows, shrinks);\n", "")
     device = NewDevice(EmulatedLauncher(edits=(fault,)))
-    monkeypatch.setattr(assembly, "open_device", lambda config: device)
+    monkeypatch.setattr(wiring, "open_device", lambda config: device)
     folder = write_latents("youtu", tmp_path, **WITH_KERNEL, qk_nope_head_dim=32)
     with emulated(device.kernels):
         runner = load_runner(folder, **SIZES, dtype="bfloat16")[0]

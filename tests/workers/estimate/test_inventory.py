@@ -36,6 +36,8 @@ def header(name: str, dtype: str, *shape: int, content: bytes = b"") -> TensorHe
         ("transformer.h.0.ln_1.weight", Part.NORMS),
         ("model.layers.0.mlp.gate_proj.weight", Part.FEED_FORWARD),
         ("model.layers.0.mlp.experts.3.gate_proj.weight", Part.EXPERTS),
+        ("model.layers.0.moe.gate_proj.weight", Part.EXPERTS),
+        ("model.layers.0.moe.gate.weight", Part.FEED_FORWARD),
         ("model.layers.0.mlp.shared_experts.gate_proj.weight", Part.FEED_FORWARD),
         ("something", Part.OTHER),
         ("norm", Part.OTHER),

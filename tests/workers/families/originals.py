@@ -295,9 +295,8 @@ ORIGINALS = [
         {name: value for name, value in SIZES.items() if name != "max_position_embeddings"} | ALIBI_BAICHUAN,
         baichuan_shapes(),
         partial(FUSED, rotate=lambda x: x, slopes=[2**-2, 2**-4, 2**-6, 2**-8]),
-        stack=False,
     ),
-    Original("jais", JAIS, jais_shapes(), plain_torch.jais, stack=False),
+    Original("jais", JAIS, jais_shapes(), plain_torch.jais),
     Original(
         "decilm",
         named("DeciLMForCausalLM", "deci", num_key_value_heads_per_layer=[1, 2]),

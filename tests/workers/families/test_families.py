@@ -11,7 +11,7 @@ import torch
 
 from pagewire.engine_core.config.config import EngineConfig
 from pagewire.ipc.families.registry import foreign_model
-from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.build import REFERENCE

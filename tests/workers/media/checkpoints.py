@@ -291,19 +291,6 @@ MODELS = [
         settings={"patch_size": 14, "img_size": 28, "downsample_factor": 2},
         config={"vision_config": VISION, "downsample_factor": 2},
     ),
-    MediaModel(
-        "chameleon",
-        "ChameleonProcessor",
-        {127: "<image>", 124: "<racm3:break>", 123: "<eoss>"},
-        image={
-            "image_processor_type": "ChameleonImageProcessor",
-            **CROPPED,
-            "size": {"shortest_edge": 4},
-            "crop_size": {"height": 4, "width": 4},
-            "do_center_crop": True,
-        },
-        settings={"image_seq_length": 16},
-    ),
 ]
 HEARING = [
     hearing("audioflamingo3", "AudioFlamingo3Processor", "<sound>"),

@@ -89,11 +89,11 @@ class Reader:
 
 
 class MediaDriver(Driver):
-    """A `Driver` that has media encoded when rows reach them."""
+    """A `Driver` that has media encoded when rows reach them; in_slices: in earlier steps, layer by layer."""
 
-    def __init__(self, runner: Any, reader: Reader, budget: int = 16) -> None:
+    def __init__(self, runner: Any, reader: Reader, budget: int = 16, *, in_slices: bool = False) -> None:
         super().__init__(runner, budget)
-        self._reader = reader
+        self._reader, self._in_slices = reader, in_slices
         self._entries: dict[bytes, int] = {}
 
     def _chunk(self, request: Request, count: int) -> int:
@@ -116,12 +116,23 @@ class MediaDriver(Driver):
                         Encode(self._entries[medium.name], medium.kind, self._reader.features[medium.name])
                     )
                 row.entries = [*row.entries, (medium.start, medium.end, self._entries[medium.name])]
+        if self._in_slices:
+            encodes = [self._last_slice(encode) for encode in encodes]
         self.step_id += 1
         result = self.runner.step(StepPlan(self.step_id, rows, inits, encodes=encodes))
         for row, row_result, request in zip(rows, result.rows, scheduled, strict=True):
             assert row_result.error is None, row_result.error
             request.computed += row.num_tokens
             request.take(row_result)
+
+    def _last_slice(self, encode: Encode) -> Encode:
+        """Run a pass up to its last layer; returns what is left of it."""
+        for until in range(1, self.runner.media.num_layers):
+            features = encode.features if until == 1 else {}
+            slice_ = Encode(encode.entry, encode.kind, features, until)
+            self.step_id += 1
+            assert self.runner.step(StepPlan(self.step_id, [], encodes=[slice_])).num_rows == 0
+        return Encode(encode.entry, encode.kind, {})
 
 
 def transformers_answers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from torch.nn import functional
 
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.experts import CompiledExperts
-from pagewire.kernels.data.layer import Activation
+from pagewire.kernels.data.layer import Activation, LimitedGate
 from pagewire.workers.errors import LoadError
 from pagewire.workers.families import structures
-from pagewire.workers.module.experts import activation_of
+from pagewire.workers.module.experts import activation_of, limited_gate
 from pagewire.workers.network.network import Network
 from tests.workers.architectures import EXPERTS, GROUPED, SERVED, Architecture
 from tests.workers.driver import load_runner
@@ -57,6 +58,45 @@ def clamped(limit: float) -> Callable[[Tensor], Tensor]:
 )
 def test_activations_are_found(function: Callable[[Tensor], Tensor], expected: Activation | None) -> None:
     assert activation_of(function, 72, gated=True) is expected
+
+
+def cut(limit: float, slope: float | None = None) -> Callable[[Tensor], Tensor]:
+    """A gate with limits, as Step 3.7 has it, or with a slope MiniMax M3."""
+
+    def activation(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        up = up.clamp(-limit, limit)
+        if slope is None:
+            return functional.silu(gate).clamp(max=limit) * up
+        gate = gate.clamp(max=limit)
+        return (up + 1.0) * (gate * torch.sigmoid(gate * slope))
+
+    return activation
+
+
+@pytest.mark.parametrize(
+    ("limits", "slopes"),
+    [((7.0, 7.0), (1.702, 1.702)), ((7.0, 7.0), (None, None)), ((7.0, 8.0), (None, None))]
+    + [((7.0, 7.0), (1.702, 1.5)), ((7.0, 7.0), (None, 1.702))],
+    ids=["MiniMax M3", "Step 3.7", "another limit", "another slope", "another form"],
+)
+def test_gates_with_limits_are_those_that_modules_name(
+    limits: tuple[float, float], slopes: tuple[float | None, float | None]
+) -> None:
+    """limits, slopes: of the function, and of what the module's attributes say."""
+    named = SimpleNamespace(limit=limits[1], swiglu_alpha=slopes[1])
+    limited = limited_gate(named)
+    is_same = limits[0] == limits[1] and slopes[0] == slopes[1]
+    assert limited == LimitedGate(limits[1], slopes[1])
+    assert activation_of(cut(limits[0], slopes[0]), 72, gated=True, limited=limited) == (
+        limited if is_same else None
+    )
+
+
+def test_no_limit_is_none() -> None:
+    for limit in (None, 0.0, float("inf"), torch.tensor(7.0)):
+        assert limited_gate(SimpleNamespace(limit=limit)) is None
+    assert limited_gate(SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize(

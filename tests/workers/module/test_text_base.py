@@ -37,7 +37,8 @@ def write(model_type: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("model_type", "is_stack"),
     [("mistral3", True), ("qwen2_5_vl", True), ("qwen3_vl", True)]
-    + [("chameleon", False), ("glm4v", False), ("gemma4", True), ("llama4", True), ("qwen3_5", True)],
+    + [("chameleon", False), ("glm4v", True), ("gemma4", True), ("llama4", True), ("qwen3_5", True)]
+    + [("minimax_m3_vl", True), ("step3p7", True)],
 )
 def test_text_is_served(
     model_type: str, is_stack: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

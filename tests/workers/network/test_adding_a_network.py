@@ -16,10 +16,11 @@ from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.families import encoder_structures, structures
-from pagewire.workers.network import loading, pooling_spec
+from pagewire.workers.network import loading, pooling_files
 from pagewire.workers.network.module_base import ModuleBase
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooling_info import spec_of
+from pagewire.workers.process.wiring import open_runner
 from pagewire.workers.run.runner import Runner
 from pagewire.workers.weight_cache import folder as cache_folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -45,7 +46,7 @@ def code_of_the_page() -> str:
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Random weights of a family that transformers has and that no structure names; all tables are copies."""
     monkeypatch.setattr(encoder_structures, "STRUCTURES", dict(encoder_structures.STRUCTURES))
-    monkeypatch.setattr(pooling_spec, "ENCODERS", set(pooling_spec.ENCODERS))
+    monkeypatch.setattr(pooling_files, "ENCODERS", set(pooling_files.ENCODERS))
     monkeypatch.setitem(pooled.MORE_ENCODERS, NAME, pooled.SIZES | {"pad_token_id": 0})
     return pooled.write(tmp_path / "model", NAME)
 
@@ -57,7 +58,7 @@ def worker_config(folder: Path, **fields: Any) -> WorkerConfig:
 
 def start(folder: Path, **fields: Any) -> tuple[Runner, WeightsAhead]:
     ahead = WeightsAhead(worker_config(folder, **fields))
-    return Runner.start(ahead.config, lambda *_: None, ahead)[0], ahead
+    return open_runner(ahead.config, lambda *_: None, ahead)[0], ahead
 
 
 def check(runner: Runner, folder: Path) -> None:
@@ -75,11 +76,11 @@ def test_the_page_makes_a_network(checkpoint: Path) -> None:
     """Of what ran before as a module; whole or quantised, and over one rank only."""
     code = code_of_the_page()
     assert code.count("\n") < 60
-    pooling_spec.ENCODERS.add(NAME)
+    pooling_files.ENCODERS.add(NAME)
     runner, _ = start(checkpoint)
     assert isinstance(runner.model.model.base, ModuleBase)
     check(runner, checkpoint)
-    pooling_spec.ENCODERS.remove(NAME)
+    pooling_files.ENCODERS.remove(NAME)
     exec(code, {})
     runner, _ = start(checkpoint)
     assert isinstance(runner.model.model.base, Network)

@@ -44,6 +44,8 @@ def architecture_named(name: str) -> Architecture:
     return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
 
 
+LAYER_BY_LAYER = ("gemma4", "kolibri", "laguna", "mimo", "minimax_m3", "modernbert")
+"""How the names begin of those that decode in no compiled call: their layers, or their heads, have none."""
 STACKED = (
     "llama",
     "llama with biases",
@@ -53,8 +55,8 @@ STACKED = (
     "seed_oss",
     "internlm3",
     "cwm",
-    *(name for name in DECODERS if not name.startswith(("gemma4", "mimo"))),  # whose layers differ in shape
-    *sorted(GPT_LIKE),  # a set, whose order differs between processes
+    *(name for name in DECODERS if name in SERVED and not name.startswith(LAYER_BY_LAYER)),
+    *sorted(GPT_LIKE & SERVED.keys()),  # a set, whose order differs between processes
 )
 
 

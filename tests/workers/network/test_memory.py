@@ -19,7 +19,7 @@ SPARSE = Architecture("qwen3_moe", BIG | EXPERTS | {"moe_intermediate_size": 102
 LOAD = """if True:
     import json, sys, threading
     from pagewire.ipc.wire.worker_messages import WorkerConfig
-    from pagewire.workers.run.runner import Runner
+    from pagewire.workers.process.wiring import open_runner
     import transformers.modeling_utils
     from transformers import AutoModelForCausalLM
 
@@ -37,7 +37,7 @@ LOAD = """if True:
 
     threading.Thread(target=watch, daemon=True).start()
     config = WorkerConfig(sys.argv[1], dtype="bfloat16", max_model_len=64, num_blocks=16, num_threads=2)
-    runner, ready = Runner.start(config, lambda *_: None)
+    runner, ready = open_runner(config, lambda *_: None)
     done.set()
     print(json.dumps({"taken": peak - before, "weights": ready.weight_bytes}))
 """

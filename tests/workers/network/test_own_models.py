@@ -15,16 +15,17 @@ from transformers import LlamaForCausalLM
 
 from pagewire import ModelRegistry
 from pagewire.ipc.families.media import FAMILIES
-from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.models import architectures, plugins, registrations
 from pagewire.ipc.models.registrations import Registrations
+from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention_layer import Attention
 from pagewire.workers.module.registered import take_registrations
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.pooling_spec import ENCODERS, REWARD_HEADS
+from pagewire.workers.network.pooling_files import ENCODERS, REWARD_HEADS
 from pagewire.workers.seq2seq.lengths import SOUNDS, TEXTS
 from pagewire.workers.versions import SINCE
 from pagewire.workers.weight_cache.key import reason_against
@@ -70,6 +71,7 @@ def test_the_module_and_the_table_of_the_page(site: Path, tmp_path: Path) -> Non
     expected = [own_package.greedy(tensors, prompt, NUM_TOKENS) for prompt in PROMPTS]
     runner, ready = load_runner(tmp_path / "model")
     assert ready.architecture == "AcmeForCausalLM"
+    assert runner.model.is_stack and runner.decoding.why_not == ""
     assert Driver(runner).generate(PROMPTS, NUM_TOKENS) == expected
 
     def work(rank: Rank) -> list[list[int]]:
@@ -89,6 +91,27 @@ def test_the_module_and_the_table_of_the_page(site: Path, tmp_path: Path) -> Non
     ):
         last = own_package.states(tensors, torch.tensor(prompt))[-1]
         torch.testing.assert_close(found, torch.nn.functional.normalize(last, dim=0), atol=2e-5, rtol=2e-5)
+
+
+def test_without_its_description_the_module_runs_for_text_on_one_device(site: Path, tmp_path: Path) -> None:
+    """With the same tokens; what a stack alone has is refused by name, with the reason and the way out."""
+    register()
+    from acme.model import AcmeModel  # type: ignore[import-not-found, unused-ignore]
+
+    del AcmeModel.pagewire_structure
+    tensors = own_package.write(tmp_path / "model")
+    runner, ready = load_runner(tmp_path / "model")
+    why = "the base has embed_tokens, layers, norm"
+    assert str(runner.model.road) == f"module: {why}" and not ready.embedding_size
+    expected = [own_package.greedy(tensors, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert Driver(runner).generate(PROMPTS, NUM_TOKENS) == expected
+    words = (
+        f"acme is served without {{}}: its layers run as transformers' module .{why}.*or describe its layers"
+    )
+    with pytest.raises(LoadError, match=words.format("enable_lora")):
+        load_runner(tmp_path / "model", lora=LoRAConfig())
+    with pytest.raises(LoadError, match=words.format("tensor_parallel_size")):
+        run_ranks(2, lambda rank: load_runner(tmp_path / "model", collective=rank))
 
 
 def test_adapters_of_the_module_of_the_page(site: Path, tmp_path: Path) -> None:

@@ -134,6 +134,11 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_chosen": 1, "sigmoid": True, "normalised": False},
     ),
     "minimax_m2": ("minimax_m2", SERVED["minimax_m2"].fields, {"sigmoid": True}),
+    "minimax_m3_vl_text": (  # whose half multiplies what its experts give
+        "minimax_m3_vl_text",
+        SERVED["minimax_m3_vl_text"].fields | {"mlp_layer_types": ["sparse"] * 2},
+        {"sigmoid": True, "factor": 2.0},
+    ),
     "phimoe": (
         "phimoe",
         GROUPED | {"num_local_experts": 4, "router_jitter_noise": 0.01},
@@ -154,7 +159,7 @@ def test_numbers_of_families(name: str) -> None:
         **({"num_chosen": 2, "normalised": True, "dtype": torch.float32} | expected)
     )
     assert parts.weighs_inputs == (name == "llama4_text")
-    biased = {"afmoe", "deepseek_v3", "glm4_moe", "lfm2_moe", "minimax_m2"}
+    biased = {"afmoe", "deepseek_v3", "glm4_moe", "lfm2_moe", "minimax_m2", "minimax_m3_vl_text"}
     assert (parts.bias is not None) == (name in biased)
 
 

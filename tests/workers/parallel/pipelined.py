@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from pagewire.engine_core.schedule.adapter import Adapter
+from pagewire.engine_core.adapters.adapter import Adapter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.engine_core.schedule.speculation import Speculation
+from pagewire.engine_core.states.state_slots import StateSlots
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import Request, TokenDelta
@@ -95,6 +96,9 @@ def generate(
     budget: tokens of all steps in flight. adapters: the index of each one's; none: no prompt has any.
     """
     stages = runner.config.parallel.stages
+    # A stage may have layers without states only, and all ranks must make the same plans.
+    has_states = state_layers(load_config(runner.config))
+    groups = [StateSlots(NUM_STATES, runner.config.block_size)] if has_states else []
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks or runner.num_blocks,
@@ -104,10 +108,9 @@ def generate(
             max_num_batched_tokens=budget // stages,
             depth=max(2, stages),
             stages=stages,
-            # A stage may have layers without states only, and all ranks must make the same plans.
-            num_states=NUM_STATES if state_layers(load_config(runner.config)) else 0,
         ),
         speculation,
+        groups=groups,
     )
     outputs = [Output() for _ in prompts]
     for key, prompt in enumerate(prompts):

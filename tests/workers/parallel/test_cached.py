@@ -12,7 +12,7 @@ from pagewire.ipc.wire.lora import LoadAdapter, LoRAConfig
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
-from pagewire.workers.run.runner import Runner
+from pagewire.workers.process.wiring import open_runner
 from pagewire.workers.weight_cache import cached_loading, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
@@ -57,7 +57,7 @@ def start(model: Path, adapter: Path | None = None) -> list[tuple[list[list[int]
             lora=None if adapter is None else LoRAConfig(),
         )
         ahead = WeightsAhead(config)
-        runner, ready = Runner.start(config, lambda *_: None, ahead, rank, awake.set)
+        runner, ready = open_runner(config, lambda *_: None, ahead, rank, awake.set)
         if adapter is not None:
             assert load(runner.adapters, LoadAdapter(1, str(adapter)), awake).error is None
         if (thread := keep_in_background(runner.model, ahead, runner.collective)) is not None:
@@ -88,7 +88,7 @@ def test_what_pools_starts_from_packed_weights_too(tmp_path: Path) -> None:
         parallel = Parallel(rank.rank, rank.size)
         config = WorkerConfig(str(folder), runner="pooling", parallel=parallel, **fields)
         ahead = WeightsAhead(config)
-        runner, ready = Runner.start(config, lambda *_: None, ahead, rank)
+        runner, ready = open_runner(config, lambda *_: None, ahead, rank)
         if (thread := keep_in_background(runner.model, ahead, runner.collective)) is not None:
             thread.join()
         vectors = pool(runner, make_prompts(128), PoolingParams(task="embed"))

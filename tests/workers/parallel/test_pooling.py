@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.errors import LoadError
+from pagewire.workers.network.build_layer import LayerBuilder
 from tests.workers.driver import load_runner
 from tests.workers.parallel.threads import Rank, run_ranks
 from tests.workers.parity import make_prompts
@@ -83,10 +85,9 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_wrong_states_are_noticed_by_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that forgets a sum."""
-    from pagewire.workers.module import transforms
-
-    monkeypatch.setattr(transforms, "Reduced", lambda product, ranks: product)
+    """Of a stack that forgets a sum."""
+    own = LayerBuilder.of
+    monkeypatch.setattr(LayerBuilder, "of", lambda *args: dataclasses.replace(own(*args), ranks=None))
     folder = write(tmp_path, "llama")
     with pytest.raises(LoadError, match="are wrong"):
         run_ranks(2, lambda rank: load_runner(folder, collective=rank))

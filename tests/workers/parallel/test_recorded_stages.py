@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.worker_messages import Parallel
-from pagewire.workers.run import assembly
+from pagewire.workers.process import wiring
 from pagewire.workers.run.graphs import recorded_shapes
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
@@ -39,7 +39,7 @@ def send_itself(rank: Rank, states: Tensor, target: int) -> None:
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Makes runners on emulated devices, and ranks of a pipeline of them."""
     launcher = EmulatedLauncher()
-    monkeypatch.setattr(assembly, "open_device", lambda config: EmulatedCudaDevice(launcher))
+    monkeypatch.setattr(wiring, "open_device", lambda config: EmulatedCudaDevice(launcher))
     monkeypatch.setattr(Rank, "send", send_itself)
 
     def load_rank(folder: Path, rank: Rank | None = None, **fields: object) -> Runner:

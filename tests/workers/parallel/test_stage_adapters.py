@@ -152,26 +152,23 @@ def test_all_stages_refuse_what_one_worker_does_in_its_words(llama: Path, tmp_pa
 
 
 def test_what_one_stage_refuses_no_stage_has(tmp_path: Path) -> None:
-    """Numbers that should be the model's own, which only the stage that has them can compare."""
+    """A tensor of the second one, which is of no linear layer."""
     model = SERVED["falcon_mamba"].write(tmp_path / "model")
     module, conv = "backbone.layers.0.mixer.out_proj", "backbone.layers.1.mixer.conv1d"
     bias = load_file(model / "model.safetensors")[f"{conv}.bias"]
     config, name = CONFIG | {"target_modules": [module], "bias": "all"}, f"base_model.model.{conv}.bias"
     tensors = make_tensors(0, {module: (64, 100)})
-    good = write(tmp_path / "good", config, tensors | {name: bias})
-    other = write(tmp_path / "other", config, tensors | {name: bias + 1})
-    short = write(tmp_path / "short", config, tensors | {name: bias[1:].contiguous()})
+    other = write(tmp_path / "other", config, tensors | {name: bias})
+    good = write(tmp_path / "good", CONFIG | {"target_modules": [module]}, tensors)
 
     def work(rank: Rank) -> Any:
         runner = staged(model, rank)
-        messages = [runner.load(1 + i, folder) for i, folder in enumerate((other, short))]
+        message = runner.load(1, other)
         adapters = runner.runner.adapters
-        assert (adapters.num_bytes > 0) == (rank.rank == 0)
         adapters.drop(1)  # as the core orders where one has failed
         assert adapters.num_bytes == 0
-        return *messages, runner.load(3, good)
+        return message, runner.load(3, good)
 
-    refused, cut, loaded = map(merged_adapter, zip(*run_ranks(2, work), strict=True))
-    assert refused.error is not None and refused.error.endswith("of 'some/llama' (rank 1)")
-    assert cut.error is not None and cut.error.endswith("of 'some/llama'")
+    refused, loaded = map(merged_adapter, zip(*run_ranks(2, work), strict=True))
+    assert refused.error is not None and f"'{conv}' is no linear layer of this model" in refused.error
     assert loaded.error is None and loaded.num_bytes == 4 * 4 * (64 + 100)

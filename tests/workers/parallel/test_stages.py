@@ -19,22 +19,26 @@ from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import sizes_of
 from pagewire.workers.module import stage_cut
+from pagewire.workers.network.build_module import module_on_meta
 from pagewire.workers.network.network import Network
+from pagewire.workers.process.wiring import open_runner
 from pagewire.workers.ranks.shares import stage_layers
+from pagewire.workers.ranks.stages import Stage
 from pagewire.workers.run.runner import Runner
+from pagewire.workers.step.context import StepContext
 from pagewire.workers.weight_cache import folder as cache_folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
 from tests.engine_core.schedule.simulation import Forced
-from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.architectures import EXPERTS, GROUPED, MODULES, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import load_runner
 from tests.workers.parallel.pipelined import Output, generate
-from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parallel.threads import Rank, Threads, run_ranks
 from tests.workers.parity import make_prompts
 from tests.workers.quantised_models import write_packed
 from tests.workers.test_embeddings import embedded, prompt_of
 
-UNCUT = {"gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "hy_v4", "zamba", "zamba2", "zaya"}
+UNCUT = {"gemma4_text", "gemma4_unified_text", "glm_moe_dsa"} | MODULES
 """Refused, see below."""
 FORMS = (  # each has another forward, of which a stage runs a part
     *("llama with biases", "gpt2", "opt", "gemma3_text", "deepseek_v3", "gpt_oss", "phi3", "cohere"),
@@ -229,25 +233,6 @@ def test_the_first_stage_lays_embeddings_over(name: str, tmp_path: Path) -> None
             assert [output.tokens for output in found] == [output.tokens for output in expected]
 
 
-def test_stages_agree_that_a_model_takes_no_embeddings(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the first stage alone finds out, and goes on with the others."""
-    expected, _ = generate(load_runner(llama)[0], PROMPTS[:2])
-    forward = Network.__call__
-
-    def twice(stack: Network, input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
-        if stack.words is not None:
-            stack.words(input_ids)
-        return forward(stack, input_ids, *others)
-
-    monkeypatch.setattr(Network, "__call__", twice)
-
-    def work(rank: Rank) -> tuple[list[Output], int]:
-        part, ready = load_runner(llama, rank, parallel=place(rank, 2))
-        return generate(part, PROMPTS[:2], rank)[0], ready.embedding_size
-
-    assert list(run_ranks(2, work)) == [(expected, 0)] * 2
-
-
 # ---------------------------------------------------------------- packed weights
 
 
@@ -261,7 +246,7 @@ def test_the_second_start_is_from_packed_weights(tmp_path: Path, monkeypatch: py
         sizes = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
         config = WorkerConfig(str(folder), **sizes, num_threads=1, weight_cache=True, parallel=place(rank, 2))
         ahead = WeightsAhead(config)
-        runner, ready = Runner.start(config, lambda *_: None, ahead, rank)
+        runner, ready = open_runner(config, lambda *_: None, ahead, rank)
         if (thread := keep_in_background(runner.model, ahead, runner.collective)) is not None:
             thread.join()
         return generate(runner, PROMPTS, rank)[0], "packed weights" in ready.startup_seconds
@@ -284,14 +269,15 @@ def test_layers_that_cannot_be_divided_are_refused(llama: Path) -> None:
     assert divided == [range(3)] * 2 + [range(3, 5)] * 2 + [range(5, 7)] * 2
 
 
-def test_a_model_whose_layers_are_not_known_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_whose_layers_are_not_known_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a stage saves its own weights alone."""
     monkeypatch.setattr(stage_cut, "_outermost_lists", lambda _: iter(()))
+    causal = module_on_meta(WorkerConfig(""), SERVED["llama"].config(), torch.float32)
+    stage = Stage(range(1), 0, 2, Rank(0, Threads(2)), 64, torch.float32, torch.device("cpu"))
     with pytest.raises(
-        LoadError, match=r"DiffLlamaModel cannot be cut into stages: .*; use pipeline_parallel_size=1"
+        LoadError, match=r"LlamaModel cannot be cut into stages: .*; use pipeline_parallel_size=1"
     ):
-        in_stages(SERVED["diffllama"].write(tmp_path), 2)
+        stage_cut.cut_down(causal, stage)
 
 
 def test_layers_that_read_keys_of_earlier_ones_are_refused(tmp_path: Path) -> None:
@@ -299,21 +285,31 @@ def test_layers_that_read_keys_of_earlier_ones_are_refused(tmp_path: Path) -> No
         in_stages(SERVED["gemma4_text"].write(tmp_path / "gemma"), 2)
     with pytest.raises(LoadError, match="its layers read what indexers of earlier layers have chosen"):
         in_stages(SERVED["glm_moe_dsa"].write(tmp_path / "glm"), 2)
-    with pytest.raises(LoadError, match="its layers read what routers of earlier layers have computed"):
-        in_stages(SERVED["zaya"].write(tmp_path / "zaya"), 2)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_what_runs_as_a_module_is_refused_with_the_way_out(name: str, tmp_path: Path) -> None:
+    """Before weights are read: whether layers could be cut does not count."""
+    folder = SERVED[name].write(tmp_path)
+    (folder / "model.safetensors").unlink()
+    words = (
+        f"{name} is served without pipeline_parallel_size: its layers run as transformers' module .* describe"
+    )
+    with pytest.raises(LoadError, match=words):
+        load_runner(folder, parallel=Parallel(0, 2, stages=2))
 
 
 def test_what_the_stages_compute_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that get lost between stages are noticed by the logits, in every stage."""
-    enter = stage_cut.CutBase._enter
+    forward = Network.__call__
 
-    def lose(cut: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        cut._received = torch.zeros_like(cut._received)
-        return enter(cut, module, args, kwargs)
+    def lose(network: Network, ids: torch.Tensor, positions: torch.Tensor, step: StepContext) -> torch.Tensor:
+        step.received = None if step.received is None else torch.zeros_like(step.received)
+        return forward(network, ids, positions, step)
 
-    monkeypatch.setattr(stage_cut.CutBase, "_enter", lose)
+    monkeypatch.setattr(Network, "__call__", lose)
     with pytest.raises(LoadError, match=r"its logits with paged attention are wrong"):
-        in_stages(SERVED["diffllama"].write(tmp_path), 2)
+        in_stages(SERVED["llama"].write(tmp_path), 2)
 
 
 def test_models_that_pool_are_refused(llama: Path) -> None:

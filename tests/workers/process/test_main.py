@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.host.lifeline import Child
 from pagewire.ipc.wire.codec import Codec, Tensor
 from pagewire.ipc.wire.lora import AdapterLoaded, DropAdapter, LoadAdapter, LoRAConfig
@@ -43,16 +45,12 @@ from tests.workers.random_adapters import write
 WAIT_MS = 60_000
 
 
-class Core:
-    """The other end of a worker process."""
+class OtherEnd:
+    """The core's end of a worker's socket."""
 
-    def __init__(self, folder: Path) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
-        address = f"ipc://{folder}/w"
-        self.socket = bind_router(self.context, address)
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self.socket = socket
         self.codec: Codec[FromWorker] = Codec(FromWorker)
-        command = [sys.executable, "-m", "pagewire.workers.process.main"]
-        self.child = Child([*command, "--connect", address, "--identity", "w"])
 
     def say(self, message: Any) -> None:
         send(self.socket, [b"w", *self.codec.encode(message)])
@@ -65,6 +63,17 @@ class Core:
         while isinstance(message := self.hear(), Progress | Loading):
             assert isinstance(message, Loading) or message.seconds >= 0
         return message
+
+
+class Core(OtherEnd):
+    """The same, with the worker process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        address = f"ipc://{folder}/w"
+        super().__init__(bind_router(self.context, address))
+        command = [sys.executable, "-m", "pagewire.workers.process.main"]
+        self.child = Child([*command, "--connect", address, "--identity", "w"])
 
 
 @pytest.fixture
@@ -107,6 +116,28 @@ def test_a_life(core: Core, llama: Path) -> None:
 
     core.say(Shutdown())
     assert core.child.process.wait(20) == 0
+
+
+def test_a_worker_that_waits_for_its_name(tmp_path: Path, llama: Path) -> None:
+    """It connects once it has one, with all imported; without one, it ends."""
+    with zmq.Context() as context:
+        launcher = LocalLauncher(context)
+        core = OtherEnd(launcher.listener.socket)
+        launcher.start_ahead(0, launcher.listener.address)
+        waiting = launcher._spares[0].child
+        process = launcher.start(0, launcher.listener.address, "w")
+        hello = core.hear()
+        assert isinstance(hello, WorkerHello) and hello.pid == process.pid == waiting.pid
+        core.say(load_message(llama))
+        assert isinstance(core.hear_after_progress(), Ready)
+        core.say(Shutdown())
+        process.stop(20.0)
+        launcher.start_ahead(0, launcher.listener.address)
+        spare = launcher._spares[0]
+        os.close(os.dup2(os.open(os.devnull, os.O_WRONLY), spare.identity_fd))  # the pipe ends without a name
+        assert spare.child.process.wait(20) == 0
+        del launcher._spares[0]
+        launcher.close()
 
 
 def test_adapters_are_loaded_beside_the_steps(core: Core, llama: Path, tmp_path: Path) -> None:

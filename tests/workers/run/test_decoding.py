@@ -15,7 +15,8 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.workers.module.transforms import QuantisedEmbedding
-from pagewire.workers.run.decoding import Decoding, Quiet
+from pagewire.workers.run.decoding import Decoding
+from pagewire.workers.run.interface import Quiet
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver, load_runner

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.lora import LoRAConfig
-from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers.checkpoint.source import Checkpoint
+from pagewire.workers.errors import LoadError
 from pagewire.workers.network.hybrids import FORMS
-from pagewire.workers.network.loaded import Road
+from pagewire.workers.network.road import Road
 from pagewire.workers.run.expected_road import expected_road
 from tests.workers import pooled
 from tests.workers.architectures import SERVED, Architecture
@@ -31,7 +34,8 @@ SENTENCES = {
     "lfm2": "the layers run as a stack with 1 half that is a module: a Lfm2ShortConv is no mixer that the kernels "
     "have; steps that only decode are not one compiled call: layers, table and output layer are not of one kind",
     "diffllama": "the layers run as transformers' module: attention has groupnorm, k_proj, o_proj, q_proj, v_proj; "
-    "steps that only decode are not one compiled call",
+    "so it has no adapters, no draft models, no CUDA graphs, and one device; steps that only decode are not one "
+    "compiled call",
 }
 """One family of each road; of LFM2, if its mixers were not known."""
 
@@ -79,12 +83,43 @@ def test_an_encoder_decoder_is_no_single_stack(tmp_path: Path) -> None:
     assert (runner.model.road, runner.decoding.why_not) == expected
 
 
-def test_adapters_take_a_hybrid_off_the_stack(tmp_path: Path) -> None:
-    folder, limits = SERVED["lfm2"].write(tmp_path), LoRAConfig(max_lora_rank=8)
+@pytest.mark.parametrize("name", ["lfm2", "bert"])
+def test_adapters_leave_hybrids_and_encoders_on_the_stack(name: str, tmp_path: Path) -> None:
+    folder = pooled.write(tmp_path, name) if name == "bert" else SERVED[name].write(tmp_path)
+    limits = LoRAConfig(max_lora_rank=8)
     expected = expected_road(WorkerConfig(str(folder), lora=limits))
-    assert expected.road == Road(None, "it is loaded layer by layer")
-    assert load_runner(folder, lora=limits)[0].model.road == expected.road
-    assert expected_road(WorkerConfig(str(folder))).road == Road()
+    assert load_runner(folder, lora=limits)[0].model.road == expected.road == Road()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lora": LoRAConfig(max_lora_rank=8)}, "enable_lora"),
+        (
+            {"speculative": SpeculativeConfig("draft_model", "x", 3)},
+            r"speculative_config \(the methods ngram",
+        ),
+        ({"parallel": Parallel(0, 2)}, "tensor_parallel_size"),
+        ({"parallel": Parallel(0, 2, stages=2)}, "pipeline_parallel_size"),
+    ],
+    ids=["adapters", "a draft model", "tensor parallel", "pipeline"],
+)
+def test_what_a_module_lacks_is_refused_before_and_when_it_is_loaded(
+    options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    folder = SERVED["diffllama"].write(tmp_path)
+    words = (
+        f"diffllama is served without {named}.*transformers' module .attention has groupnorm.*own_models.md"
+    )
+    with pytest.raises(LoadError, match=words):
+        expected_road(WorkerConfig(str(folder), **options))
+    with pytest.raises(LoadError, match=words):
+        load_runner(folder, **options)
+
+
+def test_drafts_by_ngrams_need_no_stack(tmp_path: Path) -> None:
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    assert not load_runner(SERVED["diffllama"].write(tmp_path), speculative=speculative)[0].model.is_stack
 
 
 def test_values_of_another_size_are_not_compiled(tmp_path: Path) -> None:

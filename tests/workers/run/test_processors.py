@@ -16,7 +16,7 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, WorkerConfig
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.run.parts import open_processors
+from pagewire.workers.process.open_parts import open_processors
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.runner import Runner
 from pagewire.workers.sample.masks import TokenMasks

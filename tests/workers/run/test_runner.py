@@ -198,7 +198,7 @@ def test_methods(runner: Runner) -> None:
         2,
         "Network",
     )
-    with pytest.raises(ValueError, match="no method 'rm'; it has memory, model_info, ping"):
+    with pytest.raises(ValueError, match="no method 'rm'; it has load_weights, memory, model_info, ping"):
         call(runner, "rm", [], {})
 
 

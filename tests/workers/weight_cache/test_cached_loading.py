@@ -20,6 +20,7 @@ from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers.process import calls
+from pagewire.workers.process.wiring import open_runner
 from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.runner import Runner
 from pagewire.workers.weight_cache import ahead as ahead_module
@@ -33,6 +34,7 @@ from tests.workers.architectures import EXPERTS, GROUPED, SERVED, Architecture
 from tests.workers.driver import Driver
 from tests.workers.random_adapters import CONFIG, load, make_tensors, write
 
+OTHERS = ("apertus", "bloom", "gpt_neox", "minimax_m3_vl_text", "ministral3", "nanochat", "opt")
 PROMPTS = [[5, 9, 77, 3], [8] * 11]
 QWEN = Architecture("qwen3", GROUPED)  # its heads have norms
 
@@ -55,7 +57,7 @@ def start(model: Path, **fields: Any) -> tuple[Runner, WeightsAhead]:
     sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
     config = WorkerConfig(str(model), num_threads=1, weight_cache=True, **(sizes | fields))
     ahead = WeightsAhead(config)
-    return Runner.start(config, lambda *_: None, ahead)[0], ahead
+    return open_runner(config, lambda *_: None, ahead)[0], ahead
 
 
 def keep(runner: Runner, ahead: WeightsAhead) -> list[Path]:
@@ -87,7 +89,7 @@ def test_adapters_of_a_model_from_packed_weights(model: Path, tmp_path: Path, ha
         sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
         config = WorkerConfig(str(model), num_threads=1, weight_cache=True, lora=LoRAConfig(), **sizes)
         ahead = WeightsAhead(config)
-        runner = Runner.start(config, lambda *_: None, ahead, wake=awake.set)[0]
+        runner = open_runner(config, lambda *_: None, ahead, wake=awake.set)[0]
         assert len(keep(runner, ahead)) == 1
         assert load(runner.adapters, LoadAdapter(1, str(adapter)), awake).error is None
         found.append((ahead.packed is not None, Driver(runner).generate(PROMPTS, 8, adapters=[1, 0])))
@@ -273,9 +275,9 @@ def test_other_models_start_as_ever(
     assert keep(runner, ahead) == [] and "a ModuleBase has no form" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["apertus", "bloom", "gpt_neox", "ministral3", "nanochat", "opt"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_decoders_are_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With their positions, norms of embeddings, curves, slopes, and tables that scale queries."""
+    """With their limits, positions, norms of embeddings, curves, slopes, and tables that scale queries."""
     monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
     model = SERVED[name].write(tmp_path / "model")
     first, ahead = start(model)

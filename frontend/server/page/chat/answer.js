@@ -19,7 +19,7 @@ export async function answer(message, body, signal, changed) {
       changed();
     }
     message.note = summary(progress);
-    message.full = progress.reason === "length" && progress.usage?.total_tokens >= info(body.model)?.max_model_len;
+    message.full = progress.reason === "length" && progress.usage?.total_tokens >= (info(body.model)?.max_model_len ?? Infinity);
   } catch (error) {
     if (error.name === "AbortError") message.note = "Stopped";
     else {

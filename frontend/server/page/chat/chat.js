@@ -203,7 +203,7 @@ const ACTIONS = {
   async leaveOut(message) {
     const questions = path(current).filter(({ role }) => role === "user");
     const { name: model, max_model_len } = selected();
-    const most = 0.7 * max_model_len; // the answer needs room, too
+    const most = 0.7 * (max_model_len ?? Infinity); // the answer needs room, too
     const before = current.since;
     for (const { id } of questions.slice(questions.findIndex((one) => one.id === before) + 1)) {
       current.since = id;

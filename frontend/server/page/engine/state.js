@@ -46,7 +46,7 @@ function facts(model) {
         ["Architecture", model.architecture],
         ["Device", `${model.device}${model.ranks > 1 ? `, ${model.ranks} ranks` : ""}${figures ? `, ${figures.isa}` : ""}`],
         ["Computes in", model.dtype],
-        ["Context", `${whole(model.max_model_len)} tokens`],
+        ["Context", model.max_model_len ? `${whole(model.max_model_len)} tokens` : "known once the model is loaded"],
         ["Weights", figures ? `${counted(figures.parameters)}, ${bytes(figures.weight_bytes)} (${figures.quantization ?? `${Number(figures.bits.toFixed(1))} bits`} in files)` : "unknown"],
         ["KV cache", figures ? `${bytes(model.num_blocks * model.block_size * figures.kv_token_bytes)}, ${bytes(figures.kv_token_bytes)} a token` : `${whole(model.num_blocks * model.block_size)} tokens`],
         ["A step", `up to ${whole(model.max_num_seqs)} sequences, ${whole(model.max_num_batched_tokens)} tokens`],

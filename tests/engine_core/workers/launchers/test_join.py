@@ -19,9 +19,9 @@ from pagewire.engine_core.workers.launchers.join import JoinLauncher
 from pagewire.engine_core.workers.launchers.listener import admit_workers
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.host.gate import Gate
+from pagewire.ipc.join.group_key import GroupKey
+from pagewire.ipc.join.join_messages import Dismissed, Ended, FromAgent, Join, Started, StartWorker
 from pagewire.ipc.wire.codec import Codec
-from pagewire.ipc.wire.group_key import GroupKey
-from pagewire.ipc.wire.join_messages import Dismissed, Ended, FromAgent, Join, Started, StartWorker
 from pagewire.ipc.wire.sockets import bind_router, receive, send
 from pagewire.workers.process.agent import Agent
 from tests.engine_core.conftest import RawFrontend, RunningCore

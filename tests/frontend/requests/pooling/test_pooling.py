@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from pagewire.frontend.requests.inputs import Intake
-from pagewire.frontend.requests.pooling.inputs import TextPair, completed, prepare
+from pagewire.frontend.requests.pooling.inputs import completed, prepare
 from pagewire.frontend.requests.pooling.outputs import PoolingOutput
 from pagewire.frontend.requests.pooling.scoring import cosine, max_sim, pairs_of
 from pagewire.frontend.requests.pooling.text import beginning, encode, shares
+from pagewire.frontend.text.prompts import TextPair
 from pagewire.frontend.text.tokenizer import load_tokenizer
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo

@@ -177,10 +177,18 @@ def test_fields_become_those_of_a_chat_completion() -> None:
             [{"role": "user", "content": [{"type": "image", "source": {}}]}],
             "messages[0].content[0]: Object missing required field `type` - at `$.source`",
         ),
-        ([{"role": "user", "content": [{"type": "document"}]}], "no documents"),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "document", "source": {"type": "base64", "data": "JVBERg=="}}],
+                }
+            ],
+            "messages[0].content[0]: a document must be text: give the text of a PDF",
+        ),
         (
             [{"role": "user", "content": [{"type": "tool_use"}]}],
-            "one of text, image, tool_result here, got 'tool_use'",
+            "one of text, image, document, search_result, tool_result here, got 'tool_use'",
         ),
         (
             [{"role": "user", "content": [{"type": "text", "text": 1}]}],
@@ -345,7 +353,8 @@ def test_tools_are_counted_where_the_model_may_not_choose_them(
     replay.text = "{}"
     client = Client(engine_on_replay, chat_template=TEMPLATE, tool_call_parser="none")
     body = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
-    assert client.post(PATH, body | {"max_tokens": 3}).status == 400
+    status, kind, message = error_of(client.post(PATH, body | {"max_tokens": 3}))
+    assert (status, kind) == (400, "invalid_request_error") and "the type 'none', 'any' or 'tool'" in message
     forced = body | {"tool_choice": {"type": "tool", "name": "clock"}}
     used = client.post(PATH, forced | {"max_tokens": 3}).json["usage"]["input_tokens"]
     without = client.post(PATH + "/count_tokens", {"messages": HELLO}).json["input_tokens"]
@@ -364,10 +373,9 @@ def test_errors_have_its_shape(client: Client, core: FakeCore, monkeypatch: pyte
         "priority=5 has no effect": client.post(PATH, body | {"priority": 5}),
         "mcp_servers": client.post(PATH, body | {"mcp_servers": [{"url": "x"}]}),
         "anthropic-version": client.post(PATH, body, **{"anthropic-version": "2030-01-01"}),
-        "tools[0]": client.post(PATH, body | {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+        "tools[0]": client.post(PATH, body | {"tools": [{"type": "abacus_20250124", "name": "abacus"}]}),
         "tools[0].input_schema": client.post(PATH, body | {"tools": [{"name": "f"}]}),
         "tools[0].name": client.post(PATH, body | {"tools": [CLOCK | {"name": "a b"}]}),
-        "the type 'none', 'any' or 'tool'": client.post(PATH, body | {"tools": [CLOCK]}),
         "the prompt is too long": client.post(
             PATH, body | {"messages": [{"role": "user", "content": "w5 " * 9999}]}
         ),
@@ -379,7 +387,8 @@ def test_errors_have_its_shape(client: Client, core: FakeCore, monkeypatch: pyte
     for text, answer in named.items():
         status, kind, message = error_of(answer)
         assert (status, kind) == (400, "invalid_request_error") and text in message, message
-    unknown = client.post(PATH, body | {"model": "x"}, **{"x-request-id": "mine"})
+    strict = Client(client.engine, any_model_name=False)
+    unknown = strict.post(PATH, body | {"model": "x"}, **{"x-request-id": "mine"})
     assert error_of(unknown)[:2] == (404, "not_found_error") and unknown.headers["request-id"] == "mine"
     assert error_of(client.post(PATH + "/nothing"))[:2] == (404, "not_found_error")
     assert error_of(client.get(PATH))[0] == 405

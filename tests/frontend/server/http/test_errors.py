@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import resource
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pagewire.frontend.server.http.body import LARGE_BODIES, SMALL_BODY_BYTES, IncomingBodies
+from pagewire.frontend.server.http.errors import api_error
 from pagewire.ipc.logs import TEXT, TextFormatter
 from pagewire.ipc.quoting import MAX_MESSAGE
 from pagewire.ipc.wire.budget import MAX_NAME_CHARS
@@ -37,12 +40,11 @@ HELLO = [{"role": "user", "content": "w5"}]
         ({"prompt": ["w5", 5]}, 422, "prompt"),
         ({"prompt": "w5", "temperature": "hot"}, 422, "temperature"),
         ({"prompt": "w5", "stream_options": {"include_usage": 3}}, 422, "stream_options"),
-        ({"prompt": "w5", "model": "other"}, 404, "model"),
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": ["w5"] * 1025}, 400, "prompt"),
         ({"prompt": "w5", "temperature": -1}, 400, "temperature"),
         ({"prompt": "w5", "temperature": -1, "user": 5}, 400, "temperature"),
-        ({"prompt": "w5", "stop_token_ids": [-1]}, 400, None),
+        ({"prompt": "w5", "stop_token_ids": [-1]}, 400, "stop_token_ids"),
         ({"prompt": "w5", "stop_token_ids": ["w6"]}, 422, "stop_token_ids"),
         ({"prompt": "w5", "logit_bias": {"5": 101}}, 400, "logit_bias"),
         ({"prompt": "w5", "n": 0}, 400, "n"),
@@ -52,7 +54,7 @@ HELLO = [{"role": "user", "content": "w5"}]
         ({"prompt": "w5", "use_beam_search": True, "stream": True}, 400, "use_beam_search"),
         ({"prompt": "w5", "use_beam_search": True, "logprobs": 1}, 400, "logprobs"),
         ({"prompt": "w5", "max_tokens": 0}, 400, "max_tokens"),
-        ({"prompt": "w5", "logit_bias": {"x": 1}}, 400, None),
+        ({"prompt": "w5", "logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"prompt": "w5", "logprobs": 21}, 400, "logprobs"),
         ({"prompt": "w5", "suffix": "w6"}, 400, "suffix"),
         ({"prompt": "w5", "stream_options": {}}, 400, "stream_options"),
@@ -62,7 +64,7 @@ HELLO = [{"role": "user", "content": "w5"}]
         ({"prompt": "w5", "truncation_side": "right", "truncate_prompt_tokens": 3}, 400, "truncation_side"),
         ({"prompt": "w5", "truncate_prompt_tokens": 4097}, 400, "truncate_prompt_tokens"),
         ({"prompt": "w5", "priority": 1}, 400, "priority"),
-        ({"prompt": [64]}, 400, None),
+        ({"prompt": [64]}, 400, "prompt"),
         ({"prompt": [5] * 4096}, 400, None),
         ({"prompt": "w5", "guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_regex"),
         ({"prompt": "w5", "response_format": {"type": "json_schema"}}, 400, "response_format"),
@@ -233,6 +235,7 @@ def test_paths_and_methods(client: Client) -> None:
         ("TypeError", 400),
         ("RequestCrashedEngineError", 500),
         ("AdapterCrashedWorkerError", 500),
+        ("WeightsChangedError", 503),
         (None, 500),
     ],
 )
@@ -427,3 +430,17 @@ def test_the_log_line_of_a_request_is_bounded(client: Client, caplog: pytest.Log
     assert client.post(COMPLETIONS, body).status == 200
     assert len(caplog.records) == 2
     assert all(len(TextFormatter(TEXT).format(record)) < MAX_MESSAGE for record in caplog.records)
+
+
+def test_a_process_without_a_free_descriptor_is_busy() -> None:
+    """It is no defect, and no fault of the request: another try may find one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            os.open(os.devnull, os.O_RDONLY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    error = api_error(caught.value)
+    assert (error.status, error.headers) == (503, {"retry-after": "1"})
+    assert "files and sockets" in error.message

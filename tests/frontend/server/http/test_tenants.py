@@ -15,8 +15,8 @@ from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.api.slow_work import SlowWork
 from pagewire.frontend.server.http.auth import ApiKeys
 from pagewire.frontend.server.http.tenants import ApiTenant
+from pagewire.ipc.tenants import current_tenant
 from pagewire.ipc.wire.messages import Abort, EngineInfo, Submit
-from pagewire.ipc.wire.tenants import current_tenant
 from tests.frontend.conftest import FakeCore
 from tests.frontend.server.client import Answer, Call, Client
 from tests.frontend.server.openai.test_beams import logprobs_of

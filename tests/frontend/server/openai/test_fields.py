@@ -153,15 +153,9 @@ def test_of_very_many_unknown_fields_only_the_first_is_read(
         ),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            [
-                "the chat template does not show tools",
-                "response_format has no effect: tool_choice requires calls",
-            ],
+            ["response_format has no effect: tool_choice requires calls"],
         ),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "text"}},
-            ["the chat template does not show tools, so the model does not know of them"],
-        ),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "text"}}, []),
         ({"tools": TOOLS, "tool_choice": "none"}, []),
     ],
 )

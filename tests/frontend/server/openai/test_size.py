@@ -92,10 +92,13 @@ def test_what_is_too_long_is_refused_by_name(client: Client, untouched: Callable
 
 
 def test_large_schemas_are_not_read_on_the_event_loop(
-    client: Client, core: FakeCore, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Client], core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither those of tools, nor other data for the template: each is copied value by value."""
     core.auto = True
+    client = serve(
+        tool_call_parser="none"
+    )  # so that the schemas are not in the prompt, which has no room for them
     on_loop: list[bool] = []
 
     def watched(name: str) -> None:

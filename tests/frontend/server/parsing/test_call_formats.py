@@ -13,7 +13,8 @@ from llguidance import LLTokenizer
 
 import pagewire.demo
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
+from pagewire.engine_core.grammar.matcher import Grammar
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.frontend.server.parsing.call_formats import Format
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.deltas import ParsedReply, call_id

@@ -14,19 +14,26 @@ from llguidance import LLTokenizer
 
 import pagewire.demo
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
-from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.deltas import ParsedReply, fold
-from pagewire.frontend.server.parsing.detection import found_dialect, found_reasoning, reply_formats
+from pagewire.frontend.server.parsing.detection import (
+    ReplyFormats,
+    found_dialect,
+    found_reasoning,
+    reply_formats,
+)
 from pagewire.frontend.server.parsing.dialects import DIALECTS
+from pagewire.frontend.server.parsing.element_calls import MARK
 from pagewire.frontend.server.parsing.parser import Parser
-from pagewire.frontend.server.parsing.reasoning import REASONING, parser_for, thinking
+from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
+from pagewire.frontend.server.parsing.reasoning_marks import REASONING
 from pagewire.frontend.text.conversation import Conversation, render_source
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 TEMPLATES = Path(__file__).parent / "templates"
 EACH = (
-    "{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content }}BEFORE"
+    "{{ tools | tojson if tools }}{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content }}BEFORE"
     "{% for c in m.tool_calls %}{% set f = c.function %}{% set a = f.arguments %}EACH{% endfor %}{% endfor %}AFTER"
 )
 NAME, ARGUMENTS = "{{ f.name }}", "{{ a | tojson }}"
@@ -41,6 +48,29 @@ def own(before: str, each: str, after: str) -> str:
     return EACH.replace("BEFORE", before).replace("EACH", each).replace("AFTER", after)
 
 
+def dsml(mark: str, calls: str) -> str:
+    """A template of calls with marks such as DeepSeek's, which say of each value whether it is text."""
+    return own(
+        f"<｜{mark}{calls}>\n",
+        f'<｜{mark}invoke name="{NAME}">\n{LOOP}<｜{mark}parameter name="{{{{ k }}}}" string="'
+        f"{{{{ 'true' if v is string else 'false' }}}}\">{VALUE}</｜{mark}parameter>\n{{% endfor %}}"
+        f"</｜{mark}invoke>\n",
+        f"</｜{mark}{calls}>",
+    )
+
+
+def pairs(tag: str, after_name: str) -> str:
+    """A call whose arguments are pairs of tags."""
+    pair = f"<arg_key>{{{{ k }}}}</arg_key><arg_value>{VALUE}</arg_value>"
+    return f"<{tag}>{NAME}{after_name}{LOOP}{pair}{{% endfor %}}</{tag}>"
+
+
+ELEMENTS = (  # a macro that writes a value of MiniMax M3
+    "{% macro elements(v) %}{% if v is mapping %}"
+    "{% for k, x in v.items() %}MARK<{{ k }}>{{ elements(x) }}MARK</{{ k }}>{% endfor %}"
+    "{% elif v is iterable and v is not string %}{% for x in v %}MARK<item>{{ elements(x) }}MARK</item>"
+    "{% endfor %}{% elif v is boolean %}{{ v | tojson }}{% else %}{{ v }}{% endif %}{% endmacro %}"
+).replace("MARK", MARK)
 OWN = {
     "deepseek_v3": own(
         "<｜tool▁calls▁begin｜>",
@@ -106,6 +136,88 @@ OWN = {
         "{{ '}' }}<end_function_call>",
         "",
     ),
+    "kimi_k3": own(
+        "<|open|>tools<|sep|>",
+        f'<|open|>call tool="{NAME}" index="{{{{ loop.index }}}}"<|sep|>{LOOP}'
+        '<|open|>argument key="{{ k }}" type="'
+        "{{ 'string' if v is string else 'boolean' if v is boolean else 'number' if v is number else 'array' }}"
+        f'"<|sep|>{VALUE}<|close|>argument<|sep|>{{% endfor %}}<|close|>call<|sep|>',
+        "<|close|>tools<|sep|>",
+    ),
+    "deepseek_v4": dsml("DSML｜", "tool_calls"),
+    "deepseek_v41": dsml("DSML｜ ", "calls"),
+    "gigachat35": dsml("GCML｜", "tool_calls"),
+    "gigachat3": own("function call<|role_sep|>\n", "{% if loop.first %}" + OBJECT + "{% endif %}", ""),
+    "plamo3": own(
+        "<|plamo:begin_tool_requests:plamo|>",
+        f"<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{NAME}<|plamo:end_tool_name:plamo|>"
+        f"<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{ARGUMENTS}"
+        "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+        "<|plamo:end_tool_requests:plamo|>",
+    ),
+    "step3": own(
+        "<｜tool_calls_begin｜>\n",
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{NAME}">\n{LOOP}'
+        f'<steptml:parameter name="{{{{ k }}}}">{VALUE}</steptml:parameter>\n{{% endfor %}}'
+        "</steptml:invoke><｜tool_call_end｜>\n",
+        "<｜tool_calls_end｜>",
+    ),
+    "cohere_command": own(
+        "<|START_ACTION|>[\n",
+        '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "'
+        + NAME
+        + '", "parameters": '
+        + ARGUMENTS
+        + "}"
+        "{{ ',\n' if not loop.last }}",
+        "\n]<|END_ACTION|>",
+    ),
+    "apertus": own("<|tools_prefix|>[", '{"' + NAME + '": ' + ARGUMENTS + "}" + COMMA, "]<|tools_suffix|>"),
+    "longcat": own("", f"<longcat_tool_call>{OBJECT}</longcat_tool_call>\n", ""),
+    "dots": own(
+        "<dots_function_call>\n",
+        f'<invoke name="{NAME}">\n{LOOP}<parameter name="{{{{ k }}}}">{VALUE}</parameter>\n{{% endfor %}}'
+        "</invoke>\n",
+        "</dots_function_call>",
+    ),
+    "minicpm5": own(
+        "",
+        f'<function name="{NAME}">{LOOP}<param name="{{{{ k }}}}">{{% if v is string %}}<![CDATA[{{{{ v }}}}]]>'
+        "{% else %}{{ v | tojson }}{% endif %}</param>{% endfor %}</function>\n",
+        "",
+    ),
+    "k2_horizon": own(
+        "<ifm|tool_calls>\n",
+        f"<ifm|tool_call>{NAME}\n{LOOP}<ifm|arg_key>{{{{ k }}}}</ifm|arg_key>\n<ifm|arg_value>{VALUE}"
+        "</ifm|arg_value>\n{% endfor %}</ifm|tool_call>\n",
+        "</ifm|tool_calls>",
+    ),
+    "iquest_q1": own("", pairs("iquest_tool_call", ""), ""),
+    "glm47": own("", pairs("tool_call", ""), ""),
+    "hy_v3": own("<tool_calls>\n", pairs("tool_call", "<tool_sep>\n") + "\n", "</tool_calls>"),
+    "hy_v4": own("<tool_calls>", pairs("tool_call", ""), "</tool_calls>"),
+    "inkling": own(
+        "",
+        f"<|message_model|>{NAME}<|content_invoke_tool_json|>"
+        + OBJECT.replace('"arguments"', '"args"')
+        + "<|end_message|>",
+        "<|content_model_end_sampling|>",
+    ),
+    "muse_glimmer": own(
+        "{# to=self #}",
+        f'<|start|>assistant to={NAME}<|message|><atem:function_calls>\n<atem:invoke name="{NAME}">\n{LOOP}'
+        f'<atem:parameter name="{{{{ k }}}}">{VALUE}</atem:parameter>\n{{% endfor %}}</atem:invoke>\n'
+        "</atem:function_calls><|eom|>",
+        "",
+    ),
+    "minimax_m3": ELEMENTS
+    + own(
+        f"{MARK}<tool_call>\n",
+        f'{MARK}<invoke name="{NAME}">\n{LOOP}{MARK}<{{{{ k }}}}>{{{{ elements(v) }}}}{MARK}</{{{{ k }}}}>\n'
+        f"{{% endfor %}}{MARK}</invoke>\n",
+        f"{MARK}</tool_call>",
+    ),
+    "granite_20b_fc": own("", f"<function_call> {OBJECT}\n", ""),
     "json": own("", "{% if tools %}{% endif %}" + OBJECT + "\n", ""),
 }
 REAL = {
@@ -139,7 +251,8 @@ FUNCTIONS: list[dict[str, Any]] = [
 ]
 SCHEMAS = {function["name"]: function["parameters"] for function in FUNCTIONS}
 WORDS = ["a", " ", "Köln", "🦊", "1", "true", "<", "</", "{", "]", ",", ":", "null", "x=1"]
-SINGLE = ("gpt_oss", "llama3_json")  # a template of theirs refuses several calls
+MESSAGES = ("gpt_oss", "inkling", "muse_glimmer")  # replies are messages, which begin with a header
+SINGLE = ("gpt_oss", "llama3_json", "gigachat3")  # a template of theirs refuses several calls
 
 
 def parser_of(dialect: str) -> Parser:
@@ -231,7 +344,7 @@ def test_a_call_once_begun_is_valid(dialect: str) -> None:
     tokenizer = demo_tokenizer()
     structure = StructuredOutputsParams(structural_tag={"format": form()})
     grammar = compile_grammar(structure, tokenizer, 4096)
-    begin = BEGINS.get(dialect) or DIALECTS[dialect].signs[0]
+    begin = BEGINS.get(dialect) or form()["triggers"][0]
     for seed in range(3):
         chance = random.Random(seed)
         matcher = grammar.matcher(tokenizer.tokenize_str(begin))
@@ -250,13 +363,15 @@ def test_a_call_once_begun_is_valid(dialect: str) -> None:
         assert reply.tool_calls, tokenizer.decode_str(token_ids)
         for call in reply.tool_calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    if dialect != "gpt_oss":  # its replies begin with a channel
+    if dialect not in MESSAGES:
         grammar.matcher(tokenizer.tokenize_str("Just an answer, { and [ and <b>."))
     with pytest.raises(GrammarError):
         grammar.matcher(tokenizer.tokenize_str(begin + "?!"))
 
 
 BEGINS = {
+    "inkling": "find_book<|content_invoke_tool_json|>",
+    "muse_glimmer": " to=find_book<|message|><atem:function_calls>",
     "gpt_oss": "<|channel|>commentary to=functions.",
     "minimax_m2": "<minimax:tool_call>",
     "deepseek_v32": "<｜DSML｜function_calls>",
@@ -265,6 +380,7 @@ BEGINS = {
     "pythonic": "[clock(",
     "llama3_json": '{"name": "find_book", "parameters": ',
     "json": "<|python_tag|>",
+    "prompted": "<tool_call>",
 }
 
 
@@ -302,7 +418,110 @@ def test_channels(text: str, reasoning: str | None, content: str | None, calls: 
         assert (reply.reasoning, reply.content, calls_of(reply)) == (reasoning, content, calls)
 
 
-@pytest.mark.parametrize("name", sorted(set(REASONING) - {"gpt_oss"}))
+THOUGHT_AND_CALL: dict[
+    str, tuple[str, ...]
+] = {  # by dialect: reasoning with a call in it, an answer with one, a call
+    "inkling": (
+        "<|message_model|><|content_thinking|>{}<|end_message|>",
+        "<|message_model|><|content_text|>{}<|end_message|>",
+        '<|message_model|>clock<|content_invoke_tool_json|>{"name": "clock", "args": {}}<|end_message|>',
+    ),
+    "muse_glimmer": (
+        " to=self<|message|>{}<|eom|>",
+        "<|start|>assistant to=user<|message|>{}<|eom|>",
+        '<|start|>assistant to=clock<|message|><atem:function_calls>\n<atem:invoke name="clock">\n</atem:invoke>\n'
+        "</atem:function_calls><|eot|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", THOUGHT_AND_CALL)
+def test_messages_say_what_they_are(dialect: str) -> None:
+    """What looks like a call in reasoning or answer is text; any of them may be missing, or cut short."""
+    thought, answer, call = THOUGHT_AND_CALL[dialect]
+    quoted = call.partition("<|message|>")[2].partition("<|eot|>")[0] or '{"name": "clock", "args": {}}'
+    for text, reasoning, content, calls in (
+        (thought.format("Hm.") + answer.format("Hi <b>.") + call, "Hm.", "Hi <b>.", 1),
+        (thought.format(quoted) + answer.format(quoted), quoted, quoted, 0),
+        (
+            thought.format("a") + thought.format("b").replace(" to=", "<|start|>assistant to=") + call + call,
+            "a\nb",
+            None,
+            2,
+        ),
+        (
+            thought.format("Hm.")[:-4],
+            "Hm." + thought.format("")[-len(thought.partition("}")[2]) : -4],
+            None,
+            0,
+        ),
+        (call[: call.index("clock") + 3], None, None, 0),
+        ("Hello <b>.", None, "Hello <b>.", 0),
+    ):
+        for pieces in ([text], list(text)):
+            parser = parser_of(dialect)
+            reply = fold([*(delta for piece in pieces for delta in parser.feed(piece)), *parser.finish()])
+            assert (reply.reasoning, reply.content, len(reply.tool_calls)) == (reasoning, content, calls), (
+                text
+            )
+    tools = thinking(tool_use(None, None), dialect)  # and without tools
+    parser = parser_for(tools, "Hello")
+    assert parser is not None
+    reply = parser.parse(thought.format("Hm.") + answer.format("Hi."))
+    assert (reply.reasoning, reply.content) == ("Hm.", "Hi.")
+
+
+def test_elements_in_elements() -> None:
+    """Of MiniMax M3: objects and lists, and texts whose schema says what they are."""
+    text = """Well. MARK<tool_call>
+MARK<invoke name="order">
+MARK<user>42MARK</user>
+MARK<note> 4 </b>
+MARK</note>MARK<items>
+MARK<item>MARK<sku>1MARK</sku>MARK<tags>MARK</tags>MARK</item>
+MARK<item>MARK<sku>x MARK</sku>MARK<n>2MARK</n>MARK</item>
+MARK</items>MARK<free>MARK<item>1MARK</item>MARK</free>MARK<gone>nullMARK</gone>
+MARK</invoke>
+MARK</tool_call>""".replace("MARK", MARK)
+    line: dict[str, Any] = {
+        "type": "object",
+        "properties": {"sku": {"type": "string"}, "n": {"type": "integer"}, "tags": {"type": "array"}},
+    }
+    properties = {
+        "user": {"type": "integer"},
+        "note": {"type": "string"},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/line"}},
+        "gone": {"type": ["boolean", "null"]},
+    }
+    function = {
+        "name": "order",
+        "parameters": {"type": "object", "properties": properties, "$defs": {"line": line}},
+    }
+    for pieces in ([text], list(text)):
+        parser = DIALECTS["minimax_m3"].new_parser([function], lambda: "0", True)
+        reply = fold([*(delta for piece in pieces for delta in parser.feed(piece)), *parser.finish()])
+        assert reply.content == "Well." and calls_of(reply) == [
+            (
+                "order",
+                {
+                    "user": 42,
+                    "note": " 4 </b>\n",
+                    "items": [{"sku": "1", "tags": []}, {"sku": "x ", "n": 2}],
+                    "free": [1],
+                    "gone": None,
+                },
+            )
+        ]
+    deep = f"{MARK}<a>" * 5000
+    reply = parser_of("minimax_m3").parse(f'{MARK}<tool_call>{MARK}<invoke name="clock">{deep}')
+    assert reply.tool_calls[0].name == "clock"
+    for part in ({"type": "object"}, {"type": ["array", "object"]}, {"type": "array", "maxItems": 65}):
+        parameters = {"type": "object", "properties": {"a": part}}
+        with pytest.raises(ValueError, match="tools: "):
+            DIALECTS["minimax_m3"].whole_calls([{"name": "f", "parameters": parameters}], True)
+
+
+@pytest.mark.parametrize("name", [name for name, marks in REASONING.items() if marks.reply is None])
 def test_every_format_of_reasoning(name: str) -> None:
     marks = REASONING[name]
     tool = {"type": "function", "function": {"name": "f"}}
@@ -364,6 +583,17 @@ def test_the_operator_decides(caplog: pytest.LogCaptureFixture) -> None:
     assert (formats.tools, formats.reasoning, formats.auto) == ("mistral", None, False)
     assert reply_formats(qwen, "", tools="none").auto is False
     assert reply_formats("", "GptOssForCausalLM").reasoning == "gpt_oss"
-    assert reply_formats("{{ messages }}", "X") == reply_formats("", "X")
-    with pytest.raises(ValueError, match="needs tool_call_parser"):
-        reply_formats("{{ messages }}", "X", auto=True)
+    with caplog.at_level("INFO"):
+        formats = reply_formats("{{ messages }}", "X")
+    assert (formats.tools, formats.reasoning, formats.auto, formats.prompts_tools) == (
+        "prompted",
+        None,
+        True,
+        True,
+    )
+    assert "tool_call_parser: prompted, since the chat template shows no tools" in caplog.text
+    assert reply_formats("{{ tools }}{{ messages }}", "X").tools == "json"
+    assert reply_formats("{{ messages }}<tool_call>{{ xml_tools }}", "X").tools == "prompted"
+    assert reply_formats("", "X") == reply_formats("{{ messages }}", "X", tools="none") == ReplyFormats()
+    with pytest.raises(ValueError, match="needs a chat template"):
+        reply_formats("", "X", auto=True)

@@ -31,6 +31,7 @@ from pagewire.frontend.server.parsing.reasoning import (
     parser_for,
     thinking,
 )
+from pagewire.frontend.server.parsing.reasoning_marks import REASONING
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 CALLS = [ParsedCall("0", "f", '{"a": 1}')]
@@ -149,7 +150,7 @@ def test_the_prompt_says_where_a_reply_begins(
 ) -> None:
     """Else the format does: deepseek_r1 begins within the reasoning, qwen3 before it."""
     expected = parser == "deepseek_r1" if begun is None else begun
-    assert begins_within(parser, prompt, continued) is expected
+    assert begins_within(REASONING[parser], prompt, continued) is expected
 
 
 def test_calls_of_every_format_in_reasoning_that_never_ends() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pagewire.frontend.server.parsing.choice import ToolUse, dialect_named, tool_use
+from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.closed_schema import closed
 from pagewire.frontend.server.parsing.constrained import NamedCall, RequiredCalls, calls_schema
-from pagewire.frontend.server.parsing.dialects import DIALECTS
+from pagewire.frontend.server.parsing.dialects import DIALECTS, dialect_named
 from pagewire.frontend.server.parsing.marked_calls import MarkedCalls
 from pagewire.frontend.server.parsing.mistral import Mistral
 
@@ -118,8 +118,8 @@ def test_call_ids_have_the_length_of_the_format() -> None:
 @pytest.mark.parametrize(
     ("tools", "choice", "error"),
     [
-        (TOOLS, "auto", "--enable-auto-tool-choice"),
-        (TOOLS, None, "--enable-auto-tool-choice"),
+        (TOOLS, "auto", "--tool-call-parser none"),
+        (TOOLS, None, "--tool-call-parser none"),
         (None, "required", "needs tools"),
         (None, F0, "needs tools"),
         (TOOLS, "f0", "must be 'none', 'auto', 'required' or"),
@@ -153,5 +153,5 @@ def test_parsers_by_name() -> None:
     assert dialect_named("hermes") is DIALECTS["hermes"]
     with pytest.raises(ValueError, match=r"one of gpt_oss, .*hermes, .*got 'x'"):
         dialect_named("x")
-    with pytest.raises(ValueError, match="--enable-auto-tool-choice"):
+    with pytest.raises(ValueError, match="--tool-call-parser none"):
         tool_use(TOOLS, "auto", parser="hermes", auto=False)

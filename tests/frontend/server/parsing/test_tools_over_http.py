@@ -15,8 +15,8 @@ import pytest
 
 import pagewire.demo
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.wiring import create_app
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from tests.frontend.conftest import FakeCore
@@ -187,6 +187,63 @@ def test_the_model_chooses(replay: Replay, parser: str, text: str) -> None:
         assert choice.finish_reason == "length"
 
 
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize("template", [PLAIN, TEMPLATE])
+def test_a_model_of_no_known_dialect_takes_tools(replay: Replay, template: str) -> None:
+    """Without any flag, over every API: whether its template shows tools in some way of its own, or none."""
+    call = '{"name": "get_weather", "arguments": {"city": "Köln 🦊"}}'
+    replay.text = f"So.\n<tool_call>\n{call}\n</tool_call>" if template is PLAIN else f"So.\n{call}"
+    arguments = {"city": "Köln 🦊"}
+    function: dict[str, Any] = WEATHER["function"]  # type: ignore[assignment]
+    messages_tool = {
+        "name": "get_weather",
+        "description": function["description"],
+        "input_schema": function["parameters"],
+    }
+    with replay.serve(template) as url, client_of(url) as client:
+        request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER]}
+        for stream in (False, True):
+            if stream:
+                content, calls, _, _ = gathered(client.chat.completions.create(**request, stream=True))
+                calls = [call[1:] for call in calls]  # type: ignore[misc]
+            else:
+                message = client.chat.completions.create(**request).choices[0].message
+                content, calls = message.content or "", [list(each) for each in calls_of(message)]
+            assert (content, [(name, json.loads(text)) for name, text in calls]) == (
+                "So.",
+                [("get_weather", arguments)],
+            )
+        assert "The weather of a city." in replay.prompt and replay.last.params.structured_outputs is not None
+        tool: Any = {"type": "function", **function}
+        response = client.responses.create(model="fake", input="?", tools=[tool])
+        found = [item for item in response.output if item.type == "function_call"]
+        assert [(item.name, json.loads(item.arguments)) for item in found] == [("get_weather", arguments)]
+        asked = {"model": "fake", "max_tokens": 99, "messages": ASK, "tools": [messages_tool]}
+        answer: Any = client.post("/messages", body=asked, cast_to=object)
+        assert [block["input"] for block in answer["content"] if block["type"] == "tool_use"] == [arguments]
+        (model,) = client.models.list().data
+        assert model.tool_call_parser == ("prompted" if template is PLAIN else "json")  # type: ignore[attr-defined]
+
+
+def test_calls_in_the_prompt_of_a_template_that_shows_none(replay: Replay) -> None:
+    called = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    history: Any = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    replay.text = "Fine."
+    with replay.serve(PLAIN) as url, client_of(url) as client:
+        client.chat.completions.create(model="fake", messages=history, tools=[CLOCK], tool_choice="none")  # type: ignore[list-item]
+        assert replay.prompt == (
+            "[user]Weather in Köln?\n"
+            '[assistant]<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
+            '[user]<tool_response name="clock">\nnoon\n</tool_response>\n[assistant]'
+        )
+
+
 def test_a_function_or_any_call_is_required(replay: Replay) -> None:
     request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
     named = {"type": "function", "function": {"name": "get_weather"}}
@@ -303,8 +360,8 @@ def test_refused_tools_and_choices(replay: Replay) -> None:
         assert caught.value.param == field
 
     with replay.serve(tool_call_parser="none") as url, client_of(url) as client:
-        refused("tool_choice", "--enable-auto-tool-choice", tools=[WEATHER])
-        refused("tool_choice", "--enable-auto-tool-choice", tools=[WEATHER], tool_choice="auto")
+        refused("tool_choice", "--tool-call-parser none", tools=[WEATHER])
+        refused("tool_choice", "--tool-call-parser none", tools=[WEATHER], tool_choice="auto")
         refused("tool_choice", "no tool 'x', only get_weather", tools=[WEATHER],
                 tool_choice={"type": "function", "function": {"name": "x"}})  # fmt: skip
         refused("tool_choice", "needs tools", tool_choice="required")

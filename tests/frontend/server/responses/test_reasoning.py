@@ -12,10 +12,12 @@ import pytest
 
 import pagewire.demo
 from pagewire.frontend.requests.outputs import CompletionOutput
+from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.openai.logprobs import TokenNames
 from pagewire.frontend.server.openai.reply import ReplyWithCalls
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
+from pagewire.frontend.server.parsing.reasoning_marks import REASONING
 from pagewire.frontend.server.responses.items import messages_of, read_input
 from pagewire.frontend.server.responses.reader import OutputReader
 from pagewire.frontend.text.logprobs import Logprob
@@ -116,10 +118,35 @@ def test_reasoning_belongs_to_the_message_after_it() -> None:
             {"role": "user", "content": "C"},
         ]
     )
+    warnings = begin_warnings("id")
     first, second, *others = messages_of(None, items)
     assert first == {"role": "assistant", "content": "A", "reasoning_content": "a"}
     assert second["reasoning_content"] == "b" and second["tool_calls"][0]["id"] == "1"
-    assert others == [{"role": "user", "content": "B"}, {"role": "user", "content": "C"}]
+    both = [{"type": "text", "text": "B"}, {"type": "text", "text": "C"}]
+    assert others == [{"role": "user", "content": both}]
+    assert warnings.texts == [
+        "encrypted_content of reasoning is left out: only the server that wrote it can read it"
+    ]
+
+
+def test_a_client_that_sends_back_no_text_of_reasoning_sends_it_encrypted(replay: Replay) -> None:
+    replay.text = f"<think>{THOUGHT}</think>{ANSWER}"
+    with replay.serve(reasoning_parser="qwen3") as url, client_of(url) as client:
+        fields: Any = {"model": "fake", "store": False}
+        first = client.responses.create(
+            input="Köln?", include=["reasoning.encrypted_content"], stream=False, **fields
+        )
+        thought, message = first.model_dump()["output"]
+        assert thought["encrypted_content"] and thought["content"][0]["text"] == THOUGHT.strip()
+        del thought["content"]
+        question = {"role": "user", "content": "Köln?"}
+        client.responses.create(
+            input=[question, thought, message, {"role": "user", "content": "And?"}], **fields
+        )
+        history = json.loads(replay.prompt[replay.prompt.rindex('[{"role"') :].replace("<|im_end|>", ""))
+        assert history[1]["reasoning_content"] == THOUGHT.strip() and history[1]["content"] == ANSWER
+        plain = client.responses.create(input="Köln?", **fields)
+        assert plain.model_dump()["output"][0]["encrypted_content"] is None
 
 
 def test_reasoning_that_is_cut_off(replay: Replay) -> None:
@@ -140,7 +167,9 @@ def reader_of(tokenizer: Tokenizer) -> OutputReader:
     parser = parser_for(thinking(tool_use([tool], "auto", parser="hermes"), "qwen3"), "")
     assert parser is not None
     names = TokenNames(tokenizer, False)
-    return OutputReader(ReplyWithCalls(parser), tokenizer, names, reasoning="qwen3", top_logprobs=0)
+    return OutputReader(
+        ReplyWithCalls(parser), tokenizer, names, reasoning=REASONING["qwen3"], top_logprobs=0
+    )
 
 
 def increments(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[CompletionOutput]:

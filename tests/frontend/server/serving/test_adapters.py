@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.requests.prompt_adapters import PromptAdapters
+from pagewire.frontend.requests.learned_prompts import PromptAdapters
 from pagewire.frontend.server.serving.adapters import id_of, modules_of
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
 from pagewire.ipc.wire.lora import LoRAConfig

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from pagewire.frontend.requests.answer_budget import AnswerTooLargeError
 from pagewire.frontend.server.serving.answer_memory import AnswerMemory
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.wire.budget import MAX_WAITING_ANSWERS
@@ -66,5 +65,5 @@ def test_answers_of_one_tenant_that_are_not_read_hold_up_no_other() -> None:
 
 
 def test_memory_that_there_is_not_is_refused() -> None:
-    with pytest.raises(AnswerTooLargeError, match="takes 101 bytes; all may take 100"):
+    with pytest.raises(ValueError, match="takes 101 bytes; all may take 100"):
         asyncio.run(AnswerMemory(100).take(101))
