@@ -153,6 +153,10 @@ class Scheduler:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight")
         if self.in_flight and self.speculation.waits(self.in_flight[-1], self.running, len(self.waiting)):
             return None
+        # Others would hold up the trial of a suspect, and the trial all that wait, until the last of their tokens.
+        is_due = self.waiting.suspects and not any(sequence.suspect for sequence in self.running)
+        if is_due and not self.preempt_all():
+            return None
         step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
         step.late = not self.in_flight and self.config.depth > 1
         self.sequences.begin(now, self.limit.applies(self.running))
@@ -287,7 +291,7 @@ class Scheduler:
     def _plan_waiting(self, step: PlannedStep, newcomer: Sequence | None, now: float) -> None:
         """Admit waiting sequences while there is room; `newcomer` may also use the watermark blocks."""
         if suspects := self.waiting.suspects:
-            if not self.running and not self.in_flight:  # alone means: without leftover rows either
+            if not self.running and not self.in_flight:  # alone: one on trial may have a row left in flight
                 self._admit(step, suspects[0], 0, now)
             return
         if len(self.running) == 1 and self.running[0].suspect:

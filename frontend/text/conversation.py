@@ -6,7 +6,8 @@ Templates run in a sandbox (`sandbox.py`) and have access to plain data only.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -83,8 +84,8 @@ def render_source(source: str, special_tokens: Mapping[str, Any], conversation: 
     template = compile_template(source)
     convert_content = content_reader(conversation.content_format, source, conversation.placeholders)
     messages, tools = conversation.messages, conversation.tools
-    read = template_variables(source, conversation.variables)
-    try:
+    with refusing_deep_data():
+        read = template_variables(source, conversation.variables)
         variables = {
             "documents": None,
             **special_tokens,
@@ -95,12 +96,23 @@ def render_source(source: str, special_tokens: Mapping[str, Any], conversation: 
             "tools": None if tools is None else [read_tool(tool) for tool in tools],
             "add_generation_prompt": conversation.add_generation_prompt,
         }
-    except RecursionError:
-        raise ValueError("messages, tools or variables of the template are nested too deeply") from None
     renders = render_open if conversation.continue_final_message else render
     text = renders(template, variables)
     unread = [name for name in conversation.variables if name not in read]
     return Rendered(text, unread, bool(tools) and hides_tools(source, variables, text))
+
+
+@contextmanager
+def refusing_deep_data() -> Iterator[None]:
+    """A context in which data that nest too deeply are refused.
+
+    Raises:
+        ValueError: they do.
+    """
+    try:
+        yield
+    except RecursionError:
+        raise ValueError("messages, tools or variables of the template are nested too deeply") from None
 
 
 def hides_tools(source: str, variables: dict[str, Any], text: str) -> bool:

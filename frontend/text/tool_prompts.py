@@ -20,6 +20,7 @@ from pagewire.frontend.text.conversation import (
     plain,
     read_arguments,
     read_tool,
+    refusing_deep_data,
     render_source,
     variables_of,
 )
@@ -86,7 +87,9 @@ def render_prompted(source: str, special_tokens: Mapping[str, Any], conversation
         ValueError, TypeError: as `render_source`.
     """
     if conversation.prompts_tools and (conversation.tools or any(map(has_tools, conversation.messages))):
-        conversation = prompted(knowledge_of(source), conversation)
+        knowledge = knowledge_of(source)
+        with refusing_deep_data():
+            conversation = prompted(knowledge, conversation)
     return render_source(source, special_tokens, conversation)
 
 

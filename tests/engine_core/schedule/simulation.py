@@ -1021,10 +1021,14 @@ class Snapshot:
             made = {encode.entry for encode in plan.encodes}
             assert made.isdisjoint(entry for row in plan.rows for _, _, entry in row.entries), "too early"
         newcomer, givers = self._change(now)
-        self._check_preempted(scheduler, preempted, givers)
         self._check_suspects(planned)
         by_slot = {sequence.slot: sequence for sequence in scheduler.running}
         admitted = [by_slot[init.slot] for init in plan.inits]
+        if self.suspects and not any(sequence.suspect for sequence in self.running):
+            assert preempted == self.running, "a trial waits for nobody"
+            assert planned == admitted == scheduler.running
+            return
+        self._check_preempted(scheduler, preempted, givers)
         assert set(admitted) == set(scheduler.running) - set(self.running)
         assert givers or not (preempted and admitted)
         if len(self.running) == config.max_num_seqs and not self.in_flight.issuperset(givers):

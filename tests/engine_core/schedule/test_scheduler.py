@@ -896,6 +896,24 @@ def test_suspects_are_tried_one_after_another() -> None:
     assert (simulation.finish_reason(first), simulation.finish_reason(second)) == ("error", "length")
 
 
+def test_who_is_cleared_waits_for_those_that_are_still_to_be_tried() -> None:
+    """A trial takes as long as a token, and not as long as a request: nobody else runs meanwhile."""
+    simulation = Simulation(depth=2)
+    requests = [simulation.submit([i, i], max_tokens=50)[0] for i in range(2, 5)]
+    crash(simulation, 2)
+    requests += simulation.submit([9], max_tokens=50)
+    tried = []
+    while any(request.suspect for request in requests):
+        assert len(tried) < 9
+        while len(simulation.scheduler.in_flight) < 2 and simulation.plan() is not None:
+            tried.append(served(simulation))
+        simulation.commit()
+    assert all(len(step) == 1 for step in tried)
+    assert {request for step in tried for request in step} == set(requests[:3])
+    simulation.drain()
+    assert {simulation.finish_reason(request) for request in requests} == {"length"}
+
+
 def test_a_token_proves_a_suspect_innocent() -> None:
     simulation = Simulation(depth=1, max_num_batched_tokens=4)
     request = simulation.submit([2] * 6)[0]

@@ -449,3 +449,5 @@ def test_messages_nested_too_deeply_are_refused_by_name(tokenizer: Tokenizer) ->
         nested = [nested]
     with pytest.raises(ValueError, match="nested too deeply"):
         render_chat(tokenizer, [USER | {"extra": nested}], chat_template=CHATML)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        render_chat(tokenizer, CHAT, chat_template="{{ own }}", chat_template_kwargs={"own": nested})

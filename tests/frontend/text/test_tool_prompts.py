@@ -137,3 +137,15 @@ def test_a_template_of_a_request(tokenizer: Tokenizer) -> None:
     render_chat(tokenizer, [USER], chat_template=CHATML, on_warning=warnings.append, **options)
     assert not warnings
     assert as_text(HISTORY[3]["content"]) in text
+
+
+def test_tools_and_calls_nested_too_deeply_are_refused_by_name() -> None:
+    nested: Any = "x"
+    for _ in range(2000):
+        nested = {"allOf": [nested]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        rendered(CHATML, [USER], [tool])
+    call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": nested}}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        rendered(CHATML, [USER, {"role": "assistant", "content": None, "tool_calls": [call]}], None)
