@@ -147,7 +147,7 @@ class Report:
             "attackers_queued_s": round(self.log.queued, 3),
             "processors_used_by_others": round(self.watcher.others, 3),
             "memory_mib": {"before": self.watcher.before, "peak": self.watcher.peak, "after": self.after},
-            "kills": self.watcher.kills,
+            "kills": [round(moment - self.begin, 1) for moment in self.watcher.kills],
             "jobs": self.watcher.num_jobs,
             "failures": self.failures,
             "bad_attacks": self.log.bad[:100],
@@ -177,7 +177,7 @@ class Report:
         lines.append(
             f"processor time that went to others than the siege: {self.watcher.others:.0%} of the machine"
         )
-        lines.append(f"workers killed: {self.watcher.kills}; processes for jobs: {self.watcher.num_jobs}")
+        lines.append(f"workers killed: {len(self.watcher.kills)}; processes for jobs: {self.watcher.num_jobs}")
         failures = self.failures
         lines += [f"FAILED: {failure}" for failure in failures] or ["withstood"]
         if failures and self.log.at_failure:

@@ -26,7 +26,7 @@ class Watcher:
     """Samples the processes of a fortress.
 
     before, peak: MiB by role, at the beginning and at most; role "all" is the sum without jobs, which have
-    limits of their own. deaths: processes that have ended, which should not. kills: workers killed here.
+    limits of their own. deaths: processes that have ended, which should not. kills: when workers were killed here.
     others: the part of the machine's processor time that processes outside of the siege took.
     """
 
@@ -36,7 +36,7 @@ class Watcher:
         self.peak = dict(self.before)
         self.deaths: list[str] = []
         self.overflow = ""
-        self.kills = 0
+        self.kills: list[float] = []
         self.others = 0.0
         self._usage = Usage()
         self.num_jobs = 0
@@ -93,7 +93,7 @@ class Watcher:
             pid, spared = self._pids["worker"], rng.random() < 0.5 and not serves()
             if not spared and pid in self._fortress.roles().get("worker", []) and pid not in self._killed:
                 self._killed.add(pid)
-                self.kills += 1
+                self.kills.append(time.monotonic())
                 on_kill()
                 os.kill(pid, signal.SIGKILL)
 
