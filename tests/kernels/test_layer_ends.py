@@ -1,5 +1,5 @@
-"""Layers that read the keys of another one, whose values are keys or normed, whose heads have other sizes than those of
-other layers, whose sums are changed at their end, or taken by experts."""
+"""Layers that read the keys of another one, whose values are keys or normed, whose heads have sizes of their own,
+whose sums are changed at their end, or taken by experts."""
 
 from __future__ import annotations
 
@@ -196,18 +196,13 @@ def linear_of(rows: Tensor, dtype: torch.dtype) -> Any:
 WIDE = 2 * HEAD_DIM
 """Elements of a head in layers whose heads are larger."""
 ENDS = (
-    "reads others",
-    "values are keys",
-    "values are normed",
-    "larger heads",
-    "gates",
-    "gates alone",
-    "experts of sums",
+    *("reads others", "values are keys", "values are normed", "larger heads"),
+    *("gates", "gates alone", "experts of sums"),
 )
 
 
 def layers_of(form: str, dtype: torch.dtype) -> list[Layer]:
-    """Two layers of a form: the first one is plain where the second one reads its keys, or has heads of its size."""
+    """Two layers of a form; the first one is plain where the second one reads its keys, or has larger heads."""
     experts = form == "experts of sums"
     first, second = make_stack(dtype, experts=experts).layers
     norms = of_dtype(HEAD_NORM, dtype), of_dtype(HEAD_NORM, dtype)
