@@ -103,7 +103,8 @@ class Requests {
       multiply(own.out, call_.up, own.gate.n, result());
       pagewire_add_scaled(norm(own.norm, result(), result()), states_, size, 1, batch_.dtype, batch_.num_threads);
     }
-    pagewire_cap(states_, size, layer.output_scale, 0, batch_.dtype, batch_.num_threads);
+    if (layer.output_scale != 1)
+      pagewire_cap(states_, size, layer.output_scale, 0, batch_.dtype, batch_.num_threads);
     return layer.output_norm.weight ? norm(layer.output_norm, states_, normed()) : states_;
   }
 
@@ -162,7 +163,8 @@ class Requests {
     if (const int failure = attend_to_cache(layer, q, layer.qkv.n, size, call_.attended)) return failure;
     if (layer.gated_queries || layer.head_gates) {
       const OutputGate form{nullptr, size, 0, 0, 1, 0, layer.head_gates};
-      const char* const opening = layer.head_gates ? k + 2 * keys : gates;
+      const int64_t made = layer.reads_others ? 0 : layer.values_are_keys ? keys : 2 * keys;
+      const char* const opening = layer.head_gates ? k + made : gates;
       pagewire_open_by(call_.attended, opening, call_.attended, tokens_, batch_.num_heads, layer.qkv.n,
                        layer.head_gates ? 1 : size, &form, batch_.dtype, batch_.num_threads);
     }
@@ -399,8 +401,9 @@ class Requests {
 
   int keep(const char* heads, int64_t stride, void* cache, int64_t block_stride, int64_t head_stride,
            bool values) const {
-    return pagewire_store(heads, cache, slots_, tokens_, batch_.num_kv_heads, batch_.head_dim, stride, batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
-                          batch_.dtype, batch_.cache_dtype, batch_.num_threads);
+    return pagewire_store(heads, cache, slots_, tokens_, batch_.num_kv_heads, batch_.head_dim, stride, batch_.head_dim,
+                          block_stride, head_stride, batch_.num_blocks, batch_.block_size, values, batch_.dtype,
+                          batch_.cache_dtype, batch_.num_threads);
   }
 
   // What the first product takes.

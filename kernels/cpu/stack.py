@@ -208,11 +208,11 @@ class CompiledStack:
         self._rotated = [
             min(
                 (AttentionSizes.of(layer).rotated for layer in attending if table in tables_of(layer)),
-                default=0,
+                default=None,
             )
             for table in range(len(self._tables))
         ]
-        """Elements of a head that each table may turn."""
+        """Elements of a head that each table may turn; None: no layer uses it."""
         gates = [layer.input_gate for layer in layers if layer.input_gate is not None]
         self.input_sizes = {(gate.number, gate.gate.out_features) for gate in gates}
         """The numbers of the inputs that layers get beside states, and how many numbers each has."""
@@ -383,7 +383,8 @@ class CompiledStack:
         held = []
         for table, most, (cos, sin) in zip(self._tables, self._rotated, angles, strict=False):
             size = cos.shape[-1]
-            if cos.shape != (num_tokens, size) or sin.shape != cos.shape or size > most or size % 2:
+            too_wide = most is not None and size > most
+            if cos.shape != (num_tokens, size) or sin.shape != cos.shape or too_wide or size % 2:
                 raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {num_tokens} tokens")
             if not cos.dtype == sin.dtype == self.dtype:
                 raise ValueError(f"angles of {self.dtype} expected")
