@@ -146,7 +146,7 @@ class Stack:
             [T, H], normed by the last layer's `output_norm`.
         """
         if self.compiled is not None and not any(heads.is_changed for heads in self._adapted_heads):
-            return self.compiled(states, batch, caches, angles, x, taps, memory)
+            return self.compiled(states, batch, caches, angles, x, taps, memory, inputs)
         if x is None:
             x = normed_by(self.input_norm, states)
         chosen: Tensor | None = None

@@ -91,6 +91,7 @@ class Decoding {
   // Runs a step; 0, as `pagewire_stack`, or -1: a row's logits cannot be sampled, and nothing was.
   int step(int64_t* chosen) {
     for (int64_t row = 0; row < rows_; ++row) lay(row);
+    if (call_.inputs.words.rows) lay_inputs(call_.inputs);
     if (const int failure = pagewire_stack(&stack_)) return failure;
     const int64_t vocab = call_.head.n;
     const AttentionCall& attention = stack_.attention;
@@ -185,10 +186,9 @@ class Decoding {
     const AttentionCall& attention = stack_.attention;
     const int64_t start = starts_[row], slot = call_.slots[row];
     const DecodeSlot& sequence = call_.sequences[slot];
-    const int64_t token = call_.tokens[slot * call_.max_tokens + start];
     const int64_t position = start + call_.long_from[slot];
     char* const state = static_cast<char*>(stack_.states) + row * stack_.hidden * element_;
-    embed(call_.embeddings, token, state, stack_.hidden, attention.dtype);
+    embed(call_.embeddings, token_of(row), state, stack_.hidden, attention.dtype);
     add_row(call_.positions, position, state, stack_.hidden, attention.dtype);
     norm_rows(call_.norm, state, 1, stack_.hidden, attention.dtype);
     lay_angles(stack_, row, call_.tables, call_.num_tables, position);
@@ -200,6 +200,25 @@ class Decoding {
     const Penalised changed = sequence_of(row);
     edits_ = edits_ || changed.is_penalised() || changed.is_held_back();
   }
+
+  // Lays what layers get of the rows' tokens beside states, as `LayerInputs` in Python.
+  void lay_inputs(const LayerInputs& inputs) {
+    const AttentionCall& attention = stack_.attention;
+    const int64_t width = inputs.projection.n, size = rows_ * width;
+    void* const to = const_cast<void*>(stack_.inputs);
+    multiply(inputs.projection, stack_.states, stack_.hidden, to, rows_, attention.dtype, attention.num_threads);
+    pagewire_cap(to, size, inputs.projection_scale, 0, attention.dtype, attention.num_threads);
+    pagewire_rms_norm(to, inputs.norm.weight, to, rows_, width / inputs.size, inputs.size, width, inputs.size, width,
+                      inputs.size, inputs.norm.eps, inputs.norm.offset, attention.dtype, attention.num_threads);
+    for (int64_t row = 0; row < rows_; ++row)
+      embed(inputs.words, token_of(row), static_cast<char*>(inputs.looked_up) + row * width * element_, width,
+            attention.dtype);
+    pagewire_add_scaled(inputs.looked_up, to, size, 1, attention.dtype, attention.num_threads);
+    pagewire_cap(to, size, inputs.scale, 0, attention.dtype, attention.num_threads);
+  }
+
+  // The token that a row runs.
+  int64_t token_of(int64_t row) const { return call_.tokens[call_.slots[row] * call_.max_tokens + starts_[row]]; }
 
   void take(int64_t row, int64_t token) {
     const int64_t slot = call_.slots[row];

@@ -11,17 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.cpu.embeddings import Beginning, RowTable, angle_tables
+from pagewire.kernels.cpu.embeddings import Beginning, RowTable, angle_tables, are_rows
 from pagewire.kernels.cpu.experts import is_packed, matrix
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.cpu.tensors import norm_struct
 from pagewire.kernels.data.deltas import AdaptedLinear
-from pagewire.kernels.data.layer import Angles
+from pagewire.kernels.data.layer import Angles, Norm
 from pagewire.kernels.data.paging import Cache
-from pagewire.kernels.data.weight import Linear
+from pagewire.kernels.data.weight import Linear, Weight
 
-DecodeSlot, DecodeCall = map(structure, ("DecodeSlot", "DecodeCall"))
+DecodeSlot, DecodeCall, InputsParameters = map(structure, ("DecodeSlot", "DecodeCall", "LayerInputs"))
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,46 @@ class SequenceArrays:
 
 
 @dataclass(frozen=True)
+class TokenInputs:
+    """What layers get of tokens beside states, [L, P] of each: (norm(projected) + looked up) * scale.
+
+    words: [V or more, L P], whose numbers are multiplied by factor. projection: [H] to [L P], multiplied by
+    projection_scale. norm: of the P numbers of a layer.
+    """
+
+    words: Weight
+    factor: float
+    projection: Linear
+    projection_scale: float
+    norm: Norm
+    scale: float
+
+    @property
+    def size(self) -> int:
+        """Numbers that a layer gets, P."""
+        return len(self.norm.weight)
+
+    def fit(self, stack: CompiledStack, num_tokens: int) -> bool:
+        """True if decode.cpp makes what the layers get, for tokens below a number."""
+        projection = self.projection
+        if not is_packed(projection) or isinstance(projection, AdaptedLinear):
+            return False
+        if {projection.dtype, self.norm.weight.dtype} != {stack.dtype}:
+            return False
+        rows, width = self.words.shape
+        return (
+            are_rows([self.words], [], stack.dtype)
+            and rows >= num_tokens
+            and width == projection.out_features
+        )
+
+
+@dataclass(frozen=True)
 class DecoderParts:
     """What a step runs: what tokens begin with; layers with their caches; the output layer.
 
     angles: cosines and sines [P, rot_dim] by position, of each kind. logit_scale, softcap: see `Kernels.cap`.
-    states: of each layer, see `MixerStates`; None: none keeps some.
+    states: of each layer, see `MixerStates`; None: none keeps some. inputs: None: layers get states alone.
     """
 
     beginning: Beginning
@@ -53,6 +88,7 @@ class DecoderParts:
     logit_scale: float = 1.0
     softcap: float | None = None
     states: Sequence[Sequence[Tensor]] | None = None
+    inputs: TokenInputs | None = None
 
     @property
     def fit(self) -> bool:
@@ -62,6 +98,8 @@ class DecoderParts:
         if not self.stack.is_single or not is_packed(head) or isinstance(head, AdaptedLinear):
             return False
         if rows.shape[0] < head.out_features or rows.shape[1] != head.in_features:
+            return False
+        if self.inputs is not None and not self.inputs.fit(self.stack, head.out_features):
             return False
         return head.dtype == self.stack.dtype and begins.fit(self.angles, self.stack.dtype)
 
@@ -103,6 +141,16 @@ class CompiledDecoder:
             self._call.positions = self._positions.struct
         if begins.norm is not None:
             self._call.norm = norm_struct(begins.norm, begins.words.shape[1], head.dtype)
+        if (inputs := parts.inputs) is not None:
+            self._input_rows = RowTable(inputs.words, inputs.factor)
+            self._call.inputs = InputsParameters(
+                words=self._input_rows.struct,
+                projection=matrix(inputs.projection),
+                norm=norm_struct(inputs.norm, inputs.size, head.dtype),
+                size=inputs.size,
+                projection_scale=inputs.projection_scale,
+                scale=inputs.scale,
+            )
         self._capacity = 0
         self._held: object = None
         self._hidden = torch.empty(0)
@@ -163,9 +211,18 @@ class CompiledDecoder:
 
     def _reserve(self, num_rows: int) -> None:
         """Take memory for steps of this many rows."""
-        stack, held, self._hidden = self._parts.stack.call_for(
-            num_rows, self._parts.angles, self._parts.caches
+        parts, head = self._parts, self._parts.head
+        inputs, looked_up = (
+            (None, None) if parts.inputs is None else self._input_memory(parts.inputs, num_rows)
         )
-        logits = torch.empty(num_rows, self._parts.head.out_features, dtype=self._parts.head.dtype)
+        stack, held, self._hidden = parts.stack.call_for(num_rows, parts.angles, parts.caches, inputs=inputs)
+        logits = torch.empty(num_rows, head.out_features, dtype=head.dtype)
         self._call.stack, self._call.logits = ctypes.addressof(stack), logits.data_ptr()
-        self._held, self._capacity = (stack, held, logits), num_rows
+        self._held, self._capacity = (stack, held, logits, inputs, looked_up), num_rows
+
+    def _input_memory(self, inputs: TokenInputs, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Memory for what layers get of rows, [R, L, P], and for rows of the table of it."""
+        shape = num_rows, inputs.projection.out_features // inputs.size, inputs.size
+        made, looked_up = torch.empty(2, *shape, dtype=inputs.projection.dtype)
+        self._call.inputs.looked_up = looked_up.data_ptr()
+        return made, looked_up

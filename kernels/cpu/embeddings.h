@@ -47,9 +47,9 @@ inline void norm_rows(const Norm& norm, void* x, int64_t rows, int64_t hidden, i
 
 // Points a stack's angles of token `row` to those of a position: copies them out of the tables of all positions.
 inline void lay_angles(const StackCall& stack, int64_t row, const Angles* tables, int64_t num_tables, int64_t position) {
-  const size_t size = size_t(2 * stack.rotary_half) * (stack.attention.dtype == 0 ? 4 : 2);
   for (int64_t i = 0; i < num_tables; ++i) {
     const Angles &of_step = stack.angles[i], &all = tables[i];
+    const size_t size = size_t(2 * all.half) * (stack.attention.dtype == 0 ? 4 : 2);
     std::memcpy(static_cast<char*>(const_cast<void*>(of_step.cos)) + row * size,
                 static_cast<const char*>(all.cos) + position * size, size);
     std::memcpy(static_cast<char*>(const_cast<void*>(of_step.sin)) + row * size,

@@ -76,5 +76,5 @@ def angle_tables(tables: Sequence[Angles]) -> ctypes.Array[ctypes.Structure]:
     """Tables of cosines and sines [P, rot_dim] as `Angles`; they have to live as long."""
     structs = (AnglesParameters * max(1, len(tables)))()
     for struct, (cos, sin) in zip(structs, tables, strict=False):
-        struct.cos, struct.sin = cos.data_ptr(), sin.data_ptr()
+        struct.cos, struct.sin, struct.half = cos.data_ptr(), sin.data_ptr(), cos.shape[1] // 2
     return structs

@@ -91,6 +91,8 @@ EXPORT void pagewire_by_halves(void* x, int64_t tokens, int64_t heads, int64_t h
                                int64_t head_stride, int32_t dtype, int32_t num_threads);
 EXPORT void pagewire_cap(void* x, int64_t size, float scale, float softcap, int32_t dtype, int32_t num_threads);
 EXPORT void pagewire_add_scaled(const void* x, void* sum, int64_t size, float scale, int32_t dtype, int32_t num_threads);
+EXPORT void pagewire_multiply_rows(void* x, const void* factors, int64_t rows, int64_t size, int64_t stride,
+                                   int32_t dtype, int32_t num_threads);
 EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads, int64_t half,
                             int64_t token_stride, int64_t head_stride, int64_t cos_stride, int64_t sin_stride,
                             int32_t dtype, int32_t num_threads);
@@ -481,12 +483,24 @@ struct Norm {
   int32_t centred;  // it is a layer norm
 };
 
+// What experts have for themselves that take the sum before their half; the layer's `up` and `down` are beside them.
+struct SumTaker {
+  Norm router_norm;            // of what the router takes of the sum
+  const void* router_scale;    // [hidden], which that is multiplied by, and by router_factor
+  const float* expert_scales;  // [experts], which experts' weights are multiplied by
+  Norm norm;                   // of what experts take of the sum; no weight: they take what `up` takes
+  Norm given_norm, dense_norm;  // of what experts give, and of what `down` gives
+  float router_factor;
+  int32_t unused;
+};
+
 // A feed-forward half of experts. The `up` and `down` of its layer, if there are some, are those of a shared expert.
 struct Mixture {
   Matrix router;  // null: there is none
   Matrix shared_gate;  // null: the shared expert is added as it is
   Experts experts;
   Routing routing;
+  SumTaker of_sum;
 };
 
 // Chooses the keys that a token sees, by keys of its own.
@@ -511,17 +525,36 @@ struct Latents {
 
 // Cosines and sines of the tokens of a call.
 struct Angles {
-  const void* cos;  // [tokens, 2 rotary_half]
+  const void* cos;  // [tokens, 2 half]
   const void* sin;
+  int64_t half;     // pairs of elements that they turn in a head
+};
+
+// What differs between layers in an AttentionCall.
+struct AttentionSizes {
+  int64_t num_heads, num_kv_heads, head_dim, v_head_dim;
+  int64_t k_block_stride, k_head_stride;
+  int64_t v_block_stride, v_head_stride;
+};
+
+// What a layer adds to its sum at its end: the product of what a token gives it beside states and of what a gate lets
+// through of the sum.
+struct InputGate {
+  Matrix gate, out;  // [hidden] to [gate.n], and back; not packed: there is none
+  Norm norm;         // of what `out` gives
+  int64_t number;    // which of the layers' inputs is given
 };
 
 struct Layer {
   Matrix qkv, out, up, down;
+  AttentionSizes sizes;
   Latents latents;
   Mixture mixture;
   Mixer mixer;  // in place of attention, between `qkv` and `out`; or beside it
   Matrix beside, beside_out;  // before and behind a mixer beside attention; not packed: there is none
+  InputGate input_gate;
   Norm query_norm, key_norm;
+  Norm value_norm;  // an RMS norm of each head of values; no weight: they are not normed
   Norm attention_norm, output_norm;  // of sums; no weight: the next product takes the sum itself
   Norm attended_norm, fed_norm;      // of what a half gives, before it is added; no weight: it is not normed
   Norm out_norm, down_norm;          // RMS norms of what `out` and `down` take; no weight: it is not normed
@@ -543,7 +576,9 @@ struct Layer {
   int32_t halves;            // that it has: 1 attention, 2 the feed-forward half, 3 both
   int32_t head_gates;        // behind the values stands a gate of each query head: its sigmoid opens what attention gives
   float qkv_limit;           // of queries, keys and values; 0: none
-  int32_t unused;
+  float output_scale;        // of the layer's sum, at its end
+  int32_t values_are_keys;   // values are what qkv gives for keys, before these are normed and turned
+  int32_t reads_others;      // qkv makes queries alone, for keys and values of another layer
 };
 
 struct StackCall {
@@ -552,6 +587,7 @@ struct StackCall {
   const void* x;    // [tokens, k of the first product]: what it takes in place of the normed states; null: those
   void* states;     // [tokens, hidden]: the input; in the end the last sum, or where norms come last, its norm
   void* normed;     // [tokens, hidden]: in the end the norm of the last sum; null: norms come last
+  const void* inputs;  // [tokens, input_stride]: what layers with an input gate get, one behind the other
   void* given;      // [tokens, hidden]: what the first half gives, which is then only added; null: it is computed
   // Scratch, of all tokens or those of a group.
   void* qkv;         // [tokens, qkv.n] or [tokens, beside.n], and where norms come last [tokens, hidden]
@@ -560,12 +596,13 @@ struct StackCall {
   void* absorbed;    // with latents: [tokens, heads, head_dim], queries of them; and [tokens, heads, k + n] of values
   void* index;       // with an indexer: [tokens, size], [tokens, heads, size] and [tokens, heads]
   int32_t* chosen;   // with an indexer: [tokens, num_chosen], until the next one chooses
-  void* up;          // [tokens, up.n]
+  void* up;          // [tokens, up.n], and [tokens, input_gate.gate.n]
   void* shared;      // [tokens, hidden], the output of the shared experts
   void* logits;      // [tokens, experts], of routers' dtype
   float* floats;     // [tokens, hidden], what routers of float32 take in layers of another dtype
   void* of_experts;  // see ExpertsCall
-  void* aside;       // [tokens, hidden], what attention gives in parallel layers, or a mixer beside attention
+  void* aside;       // [tokens, hidden], what attention gives in parallel layers, or a mixer beside attention; and what
+                     // experts take of the sum
   void* convolved;   // this one and the next two are of mixers of states: see `MixerCall`
   void* factors;
   float* numbers;
@@ -579,7 +616,7 @@ struct StackCall {
   const int32_t* row_starts;    // of states, with `spans`; see `States`
   const int32_t* spans;
   int64_t num_rows, num_spans;
-  int64_t hidden, rotary_half;
+  int64_t hidden, input_stride;
   int64_t first_half, last_half;  // from the first to before the last: halves of layers, attention of layer i is 2 i
   int64_t group_tokens;     // whole prompts run in groups of this many tokens at most; 0: all requests run together
   AttentionCall attention;  // but for what differs between layers
@@ -612,6 +649,16 @@ struct EmbeddingRows {
   int32_t unused;
 };
 
+// What each layer gets of a token beside states: a row of a table, and a product of its embedding, normed.
+struct LayerInputs {
+  EmbeddingRows words;    // [vocab, projection.n]; without rows: there are none
+  Matrix projection;      // of embeddings, to the inputs of all layers
+  Norm norm;              // an RMS norm of a layer's part of the product, of `size` numbers
+  int64_t size;
+  void* looked_up;        // scratch [rows, projection.n]
+  float projection_scale, scale;  // of the product, and of the sum
+};
+
 struct DecodeCall {
   const StackCall* stack;        // but for what differs between steps
   Matrix head;
@@ -619,6 +666,7 @@ struct DecodeCall {
   EmbeddingRows embeddings;
   EmbeddingRows positions;       // numbers; without rows: there are none
   Norm norm;                     // of the sum of both
+  LayerInputs inputs;
   const Angles* tables;          // of all positions, of each kind
   int64_t num_tables;
   // By slot.

@@ -10,10 +10,11 @@ from torch import Tensor
 from pagewire.kernels.cpu import adapters, attention, drawing, integers
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Matrices, routing_struct
+from pagewire.kernels.cpu.layer import xielu_struct
 from pagewire.kernels.cpu.library import choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import QuantisedLinear
-from pagewire.kernels.cpu.stack import CompiledStack, xielu_struct
+from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.cpu.states import CpuStateKernels
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.data.deltas import AdapterRows
@@ -235,7 +236,7 @@ class CpuKernels(Kernels):
     def stack(
         self, input_norm: Norm | LayerNorm | None, layers: Sequence[Layer], *, norm_first: bool
     ) -> CompiledStack | None:
-        """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
+        """A compiled call for all layers; None if it lacks something, or they are not packed by this library."""
         return CompiledStack.of(self._library, input_norm, layers, norm_first=norm_first)
 
     def experts(self, experts: Experts) -> CompiledExperts | None:

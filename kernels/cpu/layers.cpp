@@ -327,6 +327,19 @@ EXPORT void pagewire_add_scaled(const void* x, void* sum, int64_t size, float sc
   });
 }
 
+// x [rows, size] in place: times factors [rows, size], rows `stride` apart; 0: all rows have the same ones.
+EXPORT void pagewire_multiply_rows(void* x, const void* factors, int64_t rows, int64_t size, int64_t stride,
+                                   int32_t dtype, int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(rows, size, num_threads, [&](int64_t row) {
+      const T* const own = static_cast<const T*>(factors) + row * stride;
+      T* const to = static_cast<T*>(x) + row * size;
+      for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(to + i, size - i) * load(own + i, size - i), size - i);
+    });
+  });
+}
+
 // x [tokens, heads, >= 2 half] in place; cos, sin [tokens, 2 half].
 EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads, int64_t half,
                             int64_t token_stride, int64_t head_stride, int64_t cos_stride, int64_t sin_stride,

@@ -80,11 +80,32 @@ class Requests {
   // Adds what a half gives to the states, and norms the sum.
   const void* add(int64_t half, void* given) const {
     const Layer& layer = call_.layers[half / 2];
-    const void* const x = add_norm(layer, half, given);
+    const void* x = add_norm(layer, half, given);
+    if (!is_last(half)) return x;
+    if (ends(layer)) x = end(layer);
     const int64_t size = hidden_ * element_;
-    if (is_last(half) && layer.tap)
-      std::copy_n(states_, tokens_ * size, static_cast<char*>(layer.tap) + first_token_ * size);
+    if (layer.tap) std::copy_n(states_, tokens_ * size, static_cast<char*>(layer.tap) + first_token_ * size);
     return x;
+  }
+
+  // True if something is done to the layer's sum at its end.
+  static bool ends(const Layer& layer) { return layer.input_gate.gate.packed || layer.output_scale != 1; }
+
+  // Does it, and norms the sum.
+  const void* end(const Layer& layer) const {
+    const int64_t size = tokens_ * hidden_;
+    if (const InputGate& own = layer.input_gate; own.gate.packed) {
+      const int64_t before = first_token_ * call_.input_stride + own.number * own.gate.n;
+      multiply(own.gate, states_, hidden_, call_.up);
+      activate_each(layer, own.gate.n);
+      pagewire_multiply_rows(call_.up, static_cast<const char*>(call_.inputs) + before * element_, tokens_, own.gate.n,
+                             call_.input_stride, batch_.dtype, batch_.num_threads);
+      multiply(own.out, call_.up, own.gate.n, result());
+      pagewire_add_scaled(norm(own.norm, result(), result()), states_, size, 1, batch_.dtype, batch_.num_threads);
+    }
+    if (layer.output_scale != 1)
+      pagewire_cap(states_, size, layer.output_scale, 0, batch_.dtype, batch_.num_threads);
+    return layer.output_norm.weight ? norm(layer.output_norm, states_, normed()) : states_;
   }
 
   // What attention, or a mixer in its place, makes of x; or the sum of both.
@@ -106,6 +127,7 @@ class Requests {
   // From the layer's first product to what its last one takes.
   int run_attention(const Layer& layer, const void* x) {
     if (layer.mixer.kind && !layer.beside.packed) return mix(layer, x, layer.qkv.n);
+    take_sizes(layer.sizes);
     return layer.latents.keys ? attend_to_latents(layer, layer.latents, x) : attend_heads(layer);
   }
 
@@ -117,27 +139,52 @@ class Requests {
     return pagewire_mix(&layer.mixer, &mixer);
   }
 
+  void take_sizes(const AttentionSizes& sizes) {
+    batch_.num_heads = sizes.num_heads;
+    batch_.num_kv_heads = sizes.num_kv_heads;
+    batch_.head_dim = sizes.head_dim;
+    batch_.v_head_dim = sizes.v_head_dim;
+    batch_.k_block_stride = sizes.k_block_stride;
+    batch_.k_head_stride = sizes.k_head_stride;
+    batch_.v_block_stride = sizes.v_block_stride;
+    batch_.v_head_stride = sizes.v_head_stride;
+  }
+
   int attend_heads(const Layer& layer) {
     const int64_t size = batch_.head_dim, queries = batch_.num_heads * size * element_;
+    const int64_t keys = batch_.num_kv_heads * size * element_;
     if (layer.qkv_limit != 0)
       pagewire_clamp(call_.qkv, tokens_ * layer.qkv.n, layer.qkv_limit, batch_.dtype, batch_.num_threads);
     char* const q = static_cast<char*>(call_.qkv);
     char* const gates = q + queries;  // where there are some
     char* const k = layer.gated_queries ? gates + queries : gates;
-    char* const v = k + batch_.num_kv_heads * size * element_;
     turn(layer, layer.query_norm, layer.query_angles, q, batch_.num_heads);
-    turn(layer, layer.key_norm, layer.angles, k, batch_.num_kv_heads);
-    if (keep(layer, k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
-        keep(layer, v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
-      return 2;
+    if (!layer.reads_others && !keep_heads(layer, k, layer.values_are_keys ? k : k + keys)) return 2;
     if (const int failure = attend_to_cache(layer, q, layer.qkv.n, size, call_.attended)) return failure;
     if (layer.gated_queries || layer.head_gates) {
       const OutputGate form{nullptr, size, 0, 0, 1, 0, layer.head_gates};
-      const char* const opening = layer.head_gates ? v + batch_.num_kv_heads * size * element_ : gates;
+      const int64_t made = layer.reads_others ? 0 : layer.values_are_keys ? keys : 2 * keys;
+      const char* const opening = layer.head_gates ? k + made : gates;
       pagewire_open_by(call_.attended, opening, call_.attended, tokens_, batch_.num_heads, layer.qkv.n,
                        layer.head_gates ? 1 : size, &form, batch_.dtype, batch_.num_threads);
     }
     return 0;
+  }
+
+  // Stores keys and values [tokens, heads, head_dim] of the layer's qkv; false if a slot lies outside the cache. Values come
+  // first, as they may be keys that are not normed and turned yet.
+  bool keep_heads(const Layer& layer, char* k, const char* v) const {
+    const int64_t heads = batch_.num_kv_heads, size = batch_.head_dim;
+    int64_t stride = layer.qkv.n;
+    if (const Norm& norm = layer.value_norm; norm.weight) {
+      pagewire_rms_norm(v, norm.weight, call_.attended, tokens_, heads, size, stride, size, heads * size, size, norm.eps,
+                        norm.offset, batch_.dtype, batch_.num_threads);
+      v = static_cast<const char*>(call_.attended);
+      stride = heads * size;
+    }
+    if (keep(v, stride, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true)) return false;
+    turn(layer, layer.key_norm, layer.angles, k, heads);
+    return !keep(k, layer.qkv.n, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false);
   }
 
   int attend_to_latents(const Layer& layer, const Latents& latents, const void* x) {
@@ -159,7 +206,7 @@ class Requests {
       rotate(call_.angles[layer.angles], queries + nope * element_, heads, stride, head_stride, layer.interleaved);
       rotate(call_.angles[layer.angles], latent + rank * element_, 1, layer.qkv.n, rope, layer.interleaved);
     }
-    if (keep(layer, latent, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false)) return 2;
+    if (keep(latent, layer.qkv.n, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false)) return 2;
     multiply_heads(latents.keys, queries, stride, head_stride, rope, call_.attended, call_.absorbed);
     const int failure = attend_to_cache(layer, call_.absorbed, heads * size, size, call_.queries);
     if (failure) return failure;
@@ -238,11 +285,16 @@ class Requests {
     if (layer.gated)
       pagewire_activate(call_.up, call_.up, tokens_, layer.down.k, layer.up.n, layer.up.n, layer.activation,
                         batch_.dtype, batch_.num_threads);
-    else if (layer.activation == kXielu)
-      pagewire_xielu(call_.up, call_.up, tokens_, layer.up.n, &layer.xielu, batch_.dtype, batch_.num_threads);
     else
-      pagewire_activate_each(call_.up, call_.up, tokens_, layer.up.n, layer.activation, batch_.dtype,
-                             batch_.num_threads);
+      activate_each(layer, layer.up.n);
+  }
+
+  // Of each number by itself in rows [size] of `up`.
+  void activate_each(const Layer& layer, int64_t size) const {
+    if (layer.activation == kXielu)
+      pagewire_xielu(call_.up, call_.up, tokens_, size, &layer.xielu, batch_.dtype, batch_.num_threads);
+    else
+      pagewire_activate_each(call_.up, call_.up, tokens_, size, layer.activation, batch_.dtype, batch_.num_threads);
   }
 
   // Norms the first `size` numbers of rows, where there is a norm.
@@ -255,17 +307,47 @@ class Requests {
   int run_mixture(const Layer& layer, const Mixture& mixture, const void* x) const {
     const bool is_shared = layer.up.packed, is_gated = mixture.shared_gate.packed;
     if (is_shared) run_feed_forward(layer, x, call_.shared);
+    if (mixture.of_sum.norm.weight) return add_dense(mixture, mixture.of_sum);
     route(mixture, x);
     if (is_gated) multiply(mixture.shared_gate, x, hidden_, call_.logits);
-    const ExpertsCall experts{x, call_.ids, call_.weights, result(), call_.of_experts,
-                              tokens_, mixture.routing.num_chosen, batch_.dtype, batch_.num_threads,
-                              call_.adapters};
-    const int failure = pagewire_experts(&mixture.experts, &experts);
+    const int failure = run_experts(mixture, x);
     if (is_gated)
       pagewire_add_gated(result(), call_.shared, call_.logits, tokens_, hidden_, batch_.dtype, batch_.num_threads);
     else if (is_shared)
       pagewire_add_scaled(call_.shared, result(), tokens_ * hidden_, 1, batch_.dtype, batch_.num_threads);
     return failure;
+  }
+
+  int run_experts(const Mixture& mixture, const void* x) const {
+    const ExpertsCall experts{x, call_.ids, call_.weights, result(), call_.of_experts,
+                              tokens_, mixture.routing.num_chosen, batch_.dtype, batch_.num_threads,
+                              call_.adapters};
+    return pagewire_experts(&mixture.experts, &experts);
+  }
+
+  // What experts make of the sum, normed, and added to what the dense half beside them has made: both of all ranks.
+  int add_dense(const Mixture& mixture, const SumTaker& own) const {
+    const int64_t size = tokens_ * hidden_;
+    norm(own.router_norm, states_, call_.aside);
+    pagewire_multiply_rows(call_.aside, own.router_scale, tokens_, hidden_, 0, batch_.dtype, batch_.num_threads);
+    pagewire_cap(call_.aside, size, own.router_factor, 0, batch_.dtype, batch_.num_threads);
+    route(mixture, call_.aside);
+    for (int64_t i = 0; i < tokens_ * mixture.routing.num_chosen; ++i)
+      call_.weights[i] *= own.expert_scales[call_.ids[i]];
+    const int failure = run_experts(mixture, norm(own.norm, states_, call_.aside));
+    if (failure) return failure;
+    for (void* const x : {result(), call_.shared}) all_reduce(x);
+    norm(own.dense_norm, call_.shared, call_.shared);
+    norm(own.given_norm, result(), result());
+    pagewire_add_scaled(call_.shared, result(), size, 1, batch_.dtype, batch_.num_threads);
+    return 0;
+  }
+
+  // x [tokens, hidden] becomes the sum of all ranks'.
+  void all_reduce(void* x) const {
+    if (call_.all_reduce)
+      reinterpret_cast<AllReduce>(const_cast<void*>(call_.all_reduce))(call_.ranks, x, tokens_ * hidden_, batch_.dtype,
+                                                                       batch_.num_threads);
   }
 
   // Chooses experts. Routers of float32 have no adapters in layers of another dtype.
@@ -309,20 +391,19 @@ class Requests {
 
   void rotate(const Angles& angles, char* heads, int64_t count, int64_t stride, int64_t head_stride,
               bool interleaved) const {
-    const int64_t size = 2 * call_.rotary_half, before = first_token_ * size * element_;
+    const int64_t size = 2 * angles.half, before = first_token_ * size * element_;
     if (interleaved)
-      pagewire_by_halves(heads, tokens_, count, call_.rotary_half, stride, head_stride, batch_.dtype,
-                         batch_.num_threads);
+      pagewire_by_halves(heads, tokens_, count, angles.half, stride, head_stride, batch_.dtype, batch_.num_threads);
     pagewire_rotary(heads, static_cast<const char*>(angles.cos) + before, static_cast<const char*>(angles.sin) + before,
-                    tokens_, count, call_.rotary_half, stride, head_stride, size, size, batch_.dtype,
+                    tokens_, count, angles.half, stride, head_stride, size, size, batch_.dtype,
                     batch_.num_threads);
   }
 
-  int keep(const Layer& layer, const char* heads, void* cache, int64_t block_stride, int64_t head_stride,
+  int keep(const char* heads, int64_t stride, void* cache, int64_t block_stride, int64_t head_stride,
            bool values) const {
-    return pagewire_store(heads, cache, slots_, tokens_, batch_.num_kv_heads, batch_.head_dim, layer.qkv.n,
-                          batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
-                          batch_.dtype, batch_.cache_dtype, batch_.num_threads);
+    return pagewire_store(heads, cache, slots_, tokens_, batch_.num_kv_heads, batch_.head_dim, stride, batch_.head_dim,
+                          block_stride, head_stride, batch_.num_blocks, batch_.block_size, values, batch_.dtype,
+                          batch_.cache_dtype, batch_.num_threads);
   }
 
   // What the first product takes.
@@ -342,16 +423,14 @@ class Requests {
     return out;
   }
 
-  // Adds the result of a half, of all ranks, to the states, and norms the sum. An RMS norm never comes last. Halves
-  // that compute themselves give what is of all ranks already.
+  // Adds the result of a half, of all ranks, to the states, and norms the sum, if it is not changed before. An RMS norm
+  // never comes last. Halves that compute themselves, and experts beside a dense half, give what is of all ranks already.
   const void* add_norm(const Layer& layer, int64_t half, void* given) const {
     if (layer.parallel) pagewire_add_scaled(call_.aside, given, tokens_ * hidden_, 1, batch_.dtype, batch_.num_threads);
-    if (call_.all_reduce && given != call_.given) {
-      const auto all_reduce = reinterpret_cast<AllReduce>(const_cast<void*>(call_.all_reduce));
-      all_reduce(call_.ranks, given, tokens_ * hidden_, batch_.dtype, batch_.num_threads);
-    }
+    if (given != call_.given && !(half % 2 && layer.mixture.of_sum.norm.weight)) all_reduce(given);
     const Norm& own = half % 2 ? layer.fed_norm : layer.attended_norm;
-    const Norm& next = is_last(half) ? layer.output_norm : layer.attention_norm;
+    const Norm none{};
+    const Norm& next = !is_last(half) ? layer.attention_norm : ends(layer) ? none : layer.output_norm;
     if (own.weight) norm(own, given, given);
     const bool is_plain = layer.residual_scale == 1;
     if (!next.weight || !is_plain)

@@ -202,11 +202,15 @@ def test_a_wider_first_input_and_states_behind_layers_are_those_of_all_the_kerne
     assert found[0].isfinite().all() and found[0].std() > 0.1
 
 
-def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
+def test_layers_with_products_of_another_kind_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
     stack = make_stack(torch.float32)
     first, second = stack.layers
-    for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
-        assert served_kernels.stack(stack.input_norm, [first, other], norm_first=True) is None
+    other = dataclasses.replace(second, down=lambda x: x)
+    assert served_kernels.stack(stack.input_norm, [first, other], norm_first=True) is None
+    with pytest.raises(ValueError, match=r"qkv: a weight \(64, 48\) expected"):
+        served_kernels.stack(
+            stack.input_norm, [first, dataclasses.replace(second, head_dim=8)], norm_first=True
+        )
 
 
 def test_experts_of_another_dtype_or_activation_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:

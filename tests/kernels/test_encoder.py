@@ -138,12 +138,12 @@ def test_one_call_is_all_the_kernels(
 
 
 def test_layers_that_have_no_one_call_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
-    """Two forms, a linear layer of another kind, an RMS norm that comes last."""
+    """A linear layer of another kind, an RMS norm that comes last."""
     first, second = make_stack(torch.float32).layers
     last = dataclasses.replace(second, output_norm=Norm(torch.ones(HIDDEN), 1e-6, 0.0))
     assert served_kernels.stack(None, [first, last], norm_first=False) is None
-    for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
-        assert served_kernels.stack(None, [first, other], norm_first=False) is None
+    other = dataclasses.replace(second, down=lambda x: x)
+    assert served_kernels.stack(None, [first, other], norm_first=False) is None
 
 
 @pytest.mark.usefixtures("served_kernels")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from pagewire.kernels.data.layer import Angles, Indexer, Latents, Layer
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.stack import Stack, by_halves
-from tests.kernels.test_decoder import BLOCKS, HEADS, HIDDEN, make_stack, make_step
+from tests.kernels.test_decoder import BLOCKS, HEADS, HIDDEN, make_caches, make_stack, make_step
 from tests.kernels.test_layer_forms import layer_norm, norm, of_dtype
 
 NOPE, ROPE, RANK, VALUE, QUERY_RANK = 12, 8, 20, 10, 24
@@ -140,14 +141,18 @@ def latent_step(dtype: torch.dtype) -> tuple[Tensor, Angles, AttentionBatch]:
     return states, (cos[:, :ROPE].contiguous(), sin[:, :ROPE].contiguous()), batch
 
 
-def check_one_call(stack: Stack, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tensor:
-    """Run a stack both ways, to the same bits; returns the result."""
+def check_one_call(
+    stack: Stack, dtype: torch.dtype, cache_dtype: torch.dtype, plain: Collection[int] = ()
+) -> Tensor:
+    """Run a stack both ways, to the same bits; returns the result. plain: the layers that have no latents."""
     compiled = stack.compiled
     assert compiled is not None
     found, wanted = [], []
     for results in (found, wanted):
         states, angles, batch = latent_step(dtype)
         caches = latent_caches(cache_dtype, index_dtype=dtype)
+        for number in plain:
+            caches[number] = make_caches(cache_dtype)[number]
         memory = [x for cache in caches for x in cache.memory]
         results += [stack(states, batch, caches, [angles]), states, *memory]
         stack.compiled = None
@@ -313,11 +318,19 @@ def test_adapters_of_the_heads_run_kernel_by_kernel() -> None:
     assert torch.equal(changed[21], others[21])
 
 
-def test_layers_with_latents_of_two_sizes_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
+@pytest.mark.usefixtures("served_kernels")
+def test_layers_of_two_forms_are_one_call() -> None:
     stack, plain = latent_stack(torch.float32), make_stack(torch.float32)
-    first, second = stack.layers
-    for other in (plain.layers[1], latent_stack(torch.float32, own_queries=False).layers[1]):
-        assert served_kernels.stack(stack.input_norm, [first, other], norm_first=True) is None
+    first, _ = stack.layers
+    others = plain.layers[1], latent_stack(torch.float32, own_queries=False).layers[1]
+    for other, numbers in zip(others, ((1,), ()), strict=True):
+        mixed = Stack(stack.input_norm, [first, other])
+        check_one_call(mixed, torch.float32, torch.float32, numbers)
+
+
+def test_heads_of_which_one_lacks_its_values_are_refused(served_kernels: CpuKernels) -> None:
+    stack = latent_stack(torch.float32)
+    _, second = stack.layers
     assert second.latents is not None
     few = dataclasses.replace(second.latents, heads=few_heads(second.latents.heads))
     with pytest.raises(ValueError, match="as many heads"):

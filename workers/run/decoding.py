@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.wire.worker_messages import Row, RowResult, StepPlan, StepResult, Way, WorkerConfig
-from pagewire.kernels.cpu.decode import CompiledDecoder, DecoderParts, SequenceArrays
+from pagewire.kernels.cpu.decode import CompiledDecoder, DecoderParts, SequenceArrays, TokenInputs
 from pagewire.kernels.cpu.drawing import parameters
 from pagewire.kernels.cpu.embeddings import Beginning
 from pagewire.kernels.cpu.stack import CompiledStack
+from pagewire.kernels.data.layer import Norm
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.kernels.output import CappedOutput
@@ -166,7 +167,8 @@ def open_decoder(
         return "the model is a stage of a pipeline, or encodes"
     if not isinstance(compiled := network.stack.compiled, CompiledStack):
         return NO_COMPILED_STACK
-    if (begins := beginning(network)) is None:
+    begins, inputs = beginning(network), token_inputs(network)
+    if begins is None or (inputs is None) != (network.layer_inputs is None):
         return "a token begins with more than rows of tables"
     if head is None:
         return MODULE_HEAD
@@ -184,6 +186,7 @@ def open_decoder(
         output.scale,
         output.softcap,
         of_mixers,
+        inputs,
     )
     return CompiledDecoder.of(parts, arrays) or OTHER_KINDS
 
@@ -202,14 +205,30 @@ def beginning(network: Network) -> Beginning | None:
     embedding = network.embedding
     if embedding is None or embedding.token_types is not None:
         return None
-    words, factor = embedding.words, embedding.scale
-    if isinstance(words, ScaledEmbedding):
-        words, factor = (words.table, words.factor) if factor == 1.0 else (None, factor)
+    words, factor = unscaled(embedding.words)
+    if embedding.scale != 1.0:
+        words, factor = (words, embedding.scale) if factor == 1.0 else (None, factor)
     rows = rows_of(words)
     positions = None if embedding.positions is None else rows_of(embedding.positions)
     if rows is None or (positions is None) != (embedding.positions is None):
         return None
     return Beginning(rows, factor, positions, embedding.norm)
+
+
+def token_inputs(network: Network) -> TokenInputs | None:
+    """What a network's layers get of tokens beside states; None if it is nothing, or more than decode.cpp makes."""
+    inputs = network.layer_inputs
+    if inputs is None or not isinstance(inputs.norm, Norm):
+        return None
+    words, factor = unscaled(inputs.words)
+    if (rows := rows_of(words)) is None:
+        return None
+    return TokenInputs(rows, factor, inputs.projection, inputs.projection_scale, inputs.norm, inputs.scale)
+
+
+def unscaled(words: Any) -> tuple[Any, float]:
+    """The table in a module that looks tokens up, and what its rows are multiplied by."""
+    return (words.table, words.factor) if isinstance(words, ScaledEmbedding) else (words, 1.0)
 
 
 def rows_of(module: Any) -> Weight | None:

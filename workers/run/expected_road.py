@@ -72,7 +72,7 @@ def refusal_by_parts(causal: Any, parts: Sequence[LayerParts]) -> str:
 
     Empty: they should be one.
     """
-    if not all(map(is_compiled, parts)) or len({sizes_of(part) for part in parts if part.attends}) > 1:
+    if not all(map(is_compiled, parts)):
         return NO_COMPILED_STACK
     names, children = zip(*causal.named_children(), strict=True)
     beside = [child for name, child in zip(names, children, strict=True) if name != causal.base_model_prefix]
@@ -85,15 +85,10 @@ def refusal_by_parts(causal: Any, parts: Sequence[LayerParts]) -> str:
 
 def is_compiled(part: LayerParts) -> bool:
     """True if stack.cpp has all that a layer computes."""
-    ends_plain = part.input_gate is None and part.output_scale is None and part.of_sum is None
-    has_plain_values = part.value_norm is None and part.value_dim is None and part.value_scale == 1.0
+    if part.value_dim is not None or part.value_scale != 1.0:
+        return False
     if part.limited is not None or (part.mixture is not None and has_limits(part.mixture.experts)):
         return False
-    if part.softplus_gates or (isinstance(part.router, RouterParts) and part.router.routing.by_logits):
-        return False
-    return ends_plain and has_plain_values and part.source is None and not part.values_are_keys
-
-
-def sizes_of(part: LayerParts) -> tuple[int, ...]:
-    """The sizes of a layer's attention, which are equal in all layers of a compiled stack that attend."""
-    return part.head_dim, *(linear.weight.shape[0] for linear in part.qkv)
+    return not part.softplus_gates and not (
+        isinstance(part.router, RouterParts) and part.router.routing.by_logits
+    )

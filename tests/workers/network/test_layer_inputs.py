@@ -38,6 +38,7 @@ def test_a_network_has_the_tokens_of_transformers(form: str, tmp_path: Path) -> 
     model = Architecture("gemma4_text", GEMMA4 | FIELDS[form]).write(tmp_path)
     runner, _ = load_runner(model)
     network = network_of(runner)
+    assert not runner.decoding.why_not
     assert Driver(runner).generate(PROMPTS, 8) == transformers_tokens(model, PROMPTS, 8)
     layers = network.stack.layers
     assert (network.layer_inputs is None) == (form == "states alone") == (layers[0].input_gate is None)
@@ -66,6 +67,7 @@ def test_experts_beside_a_dense_half(size: int, tmp_path: Path) -> None:
     mixtures = [layer.mixture for layer in network.stack.layers]
     assert all(mixture is not None and mixture.of_sum is not None for mixture in mixtures)
     assert (network.layer_inputs is None) == (size == 0)
+    assert not runner.decoding.why_not
     assert Driver(runner).generate(PROMPTS, 8) == transformers_tokens(model, PROMPTS, 8)
 
 

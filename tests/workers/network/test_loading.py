@@ -44,7 +44,7 @@ def architecture_named(name: str) -> Architecture:
     return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
 
 
-LAYER_BY_LAYER = ("gemma4", "kolibri", "laguna", "mimo", "minimax_m3", "modernbert")
+LAYER_BY_LAYER = ("kolibri", "laguna", "mimo", "minimax_m3", "modernbert")
 """How the names begin of those that decode in no compiled call: their layers, or their heads, have none."""
 STACKED = (
     "llama",
