@@ -235,6 +235,22 @@ def test_the_largest_request_of_an_engine_has_room_in_an_idle_one(
         memory.charge(1, "", each)()
 
 
+def test_parts_that_are_held_are_not_weighed_again() -> None:
+    """The prompts of a batch have one task, which may name the whole vocabulary."""
+    memory = Accounts(1 << 30)
+    params = SamplingParams(allowed_token_ids=list(range(5000)), stop=["a", "b"])
+    first, second = (Request(key, "r", Prompt([1]), params, 7) for key in range(2))
+    release = memory.charge(1, "a", first)
+    held = memory.get("a").held[1]
+    num_bytes = held.num_bytes
+    assert weigh(second, held.parts) == weigh(second, {}) and len(held.parts) == 2
+    assert weigh(second, {id(params.stop): (12345, 1)}).parts[0] == (params.stop, 12345)
+    memory.charge(1, "a", second)()
+    assert held.num_bytes == num_bytes
+    release()
+    assert memory.total.num_bytes == num_holdings(memory) == 0
+
+
 # ---------------------------------------------------------------- a whole core
 
 LARGE = list(range(900))  # allowed tokens: some 36 KiB
