@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from pagewire.engine_core.admission.lobby import Lobby
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.clients.requests import EngineRequests
+from pagewire.engine_core.schedule.attachments import Tenant
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.steps import StepDriver
 from pagewire.engine_core.wings.wing import Wing
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.supervisor import WorkerSupervisor
+from pagewire.ipc.shares import Name
 from pagewire.ipc.wire.messages import EngineInfo
+from pagewire.ipc.wire.requests import Request
+
+
+class TenantAccounts(Protocol):
+    """What each tenant holds; see `engine_core.tenants`."""
+
+    def get(self, name: Name) -> Tenant:
+        """The tenant of this name; of the frontend with this identity, for requests without a tenant."""
+
+    def charge(self, frontend: int, name: Name, request: Request) -> Callable[[], None]:
+        """Charge a request of a frontend to its tenant. Returns what gives the memory back; it is called once.
+
+        Raises:
+            ValueError: it would have no room in an idle engine either. EngineBusyError: there is no room now.
+        """
 
 
 @dataclass
@@ -37,14 +55,15 @@ class OpenEngine:
     """An engine that serves requests.
 
     wings: what it has beside, in the order in which the loop calls them; `requests` and `steps` call them, too.
-    shares_prefixes: requests find the prefixes of others in the cache. keeps_extra_args: something reads
-    `SamplingParams.extra_args`. Otherwise as `EngineHost`.
+    tenants: what each holds. shares_prefixes: requests find the prefixes of others in the cache.
+    keeps_extra_args: something reads `SamplingParams.extra_args`. Otherwise as `EngineHost`.
     """
 
     worker: WorkerGroup
     clients: Clients
     is_stopping: Callable[[], bool]
     info: EngineInfo
+    tenants: TenantAccounts
     scheduler: Scheduler
     lobby: Lobby
     requests: EngineRequests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any, Protocol
 
 from pagewire.engine_core.admission.validation import check_request, vocab_size_of
@@ -13,8 +12,6 @@ from pagewire.engine_core.clients.arrivals import Arrivals
 from pagewire.engine_core.clients.clients import NOT_ATTACHED, AttachedClient
 from pagewire.engine_core.clients.contents import Contents
 from pagewire.engine_core.clients.early import RECEIVE_SECONDS, other_protocol
-from pagewire.engine_core.clients.footprint import Parts, footprint_of, large_parameters
-from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.engine import OpenEngine
 from pagewire.engine_core.schedule.attachments import ActiveAdapter
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
@@ -64,8 +61,8 @@ class MessageIntake:
         self._arrivals = Arrivals()
         self._contents = Contents()
         self._numbers: list[int] = []
-        # By tenant, the last one that was checked, and its parts: the prompts of a batch have one (`share_tasks`).
-        self._checked: dict[str, tuple[Task, Parts]] = {}
+        # By tenant, the last one that was checked: the prompts of a batch have one (`share_tasks`).
+        self._checked: dict[str, Task] = {}
 
     @property
     def has_work(self) -> bool:
@@ -185,12 +182,13 @@ class MessageIntake:
                 )
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
-            charge = self._charge(client, request, self._check(request))
+            self._check(request)
+            release = self._charge(client, request)
             try:
                 group = self._sequences(client, request, now)
                 core.lobby.add(group, core.scheduler.waiting.num_before(group[0].tenant), now)
             except BaseException:
-                charge.release()
+                release()
                 raise
         except (ValueError, TypeError, EngineBusyError, PermissionError) as error:
             self._reject(client, request, error)
@@ -198,42 +196,29 @@ class MessageIntake:
         self._num_arrivals += len(group)
         for wing in core.wings:
             wing.submitted(group)
-        client.requests.add(request.key, group, charge)
+        client.requests.add(request.key, group, release)
         core.admit()
 
-    def _check(self, request: Request) -> Parts:
-        """Check a request, and its task unless the one before had the same; raises as `check_request`.
-
-        Returns the task's large parameters.
-        """
-        task, parameters = self._checked.get(request.tenant, (None, ()))
+    def _check(self, request: Request) -> None:
+        """Check a request, and its task unless the one before had the same; raises as `check_request`."""
+        task = self._checked.get(request.tenant)
         check_request(request, self._core.info, task_known=request.task is task)
         if request.task is not task:
-            parameters = large_parameters(request.task)
             if len(self._checked) >= MAX_CHECKED:
                 self._checked.clear()
-            self._checked[request.tenant] = request.task, parameters
-        return parameters
+            self._checked[request.tenant] = request.task
 
-    @cached_property
-    def _memory(self) -> Memory:
-        """The memory of unfinished requests, whose limit follows from the sizes of the engine."""
-        return Memory(self._core.info.max_unfinished_bytes)
-
-    def _charge(self, client: AttachedClient, request: Request, parameters: Parts) -> Charge:
-        """Make a request as small as it can be, and charge its memory to the frontend. parameters: large ones.
+    def _charge(self, client: AttachedClient, request: Request) -> Callable[[], None]:
+        """Make a request as small as it can be, and charge its memory; returns what gives the memory back.
 
         Raises:
-            ValueError, EngineBusyError: as `Memory.charge`.
+            ValueError, EngineBusyError: as `TenantAccounts.charge`.
         """
         self._share_numbers(request)
         self._contents.hold(request.prompt)
         if isinstance(request.task, SamplingParams) and not self._core.keeps_extra_args:
             request.task.extra_args = None  # nothing else reads them
-        resumed = request.output_token_ids is not None
-        return self._memory.charge(
-            client.number, request.tenant, footprint_of(request, parameters), resumed=resumed
-        )
+        return self._core.tenants.charge(client.number, request.tenant or client.identity, request)
 
     def _sequences(self, client: AttachedClient, request: Request, now: float) -> list[Sequence]:
         """The sequences of a request; raises as `_name_adapter`."""
@@ -245,7 +230,7 @@ class MessageIntake:
             now,
             max_model_len=core.info.max_len_of(request.prompt),
             share_prefixes=core.shares_prefixes,
-            tenant=core.scheduler.tenants.get(request.tenant or client.identity),
+            tenant=core.tenants.get(request.tenant or client.identity),
             whole=core.info.pooling is not None and core.info.pooling.whole_prompts,
             cuts_media=core.info.media is not None and not core.info.media.whole,
             short_length=core.info.short_length,

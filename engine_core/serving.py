@@ -57,8 +57,7 @@ class Serving:
     def advance(self, awake_at: float) -> None:
         """Admit what need wait no longer, launch steps, and only then deliver. awake_at: when this turn began."""
         engine = self.engine
-        for client in engine.clients.lost():
-            engine.requests.drop(client.requests)
+        engine.requests.drop(engine.clients.lost())
         engine.admit()
         for wing in self._wings:
             wing.advance()

@@ -1,7 +1,7 @@
 """The parts of an engine beside what every request needs: each is chosen here, by the options, and opened.
 
 The loop (`core.py`) and the scheduler name none of them: what they call is a `Wing`, a `Speculation`,
-`ColdPrefixes` or a `CacheGroup`.
+`ColdPrefixes`, a `TurnQueue` or a `CacheGroup`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from pagewire.engine_core.retention.promises import PrefixPromises
 from pagewire.engine_core.retention.timer import PromiseTimer
 from pagewire.engine_core.schedule.cache_group import CacheGroup
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
+from pagewire.engine_core.schedule.turns import TurnQueue
 from pagewire.engine_core.serving import Serving
 from pagewire.engine_core.states.open import open_states
 from pagewire.engine_core.steps import StepDriver
+from pagewire.engine_core.tenants.accounts import Accounts
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.engine_core.tiers.open import TierPlaces, open_scheduler
 from pagewire.engine_core.tiers.peer_links import PeerLinks
 from pagewire.engine_core.tiers.tier import ColdTier
@@ -66,7 +69,8 @@ def open_core(
 class WiredEngine(OpenEngine):
     """An engine, and by name the parts of it that calls, reports and metrics read.
 
-    adapters: LoRA adapters; None if none are served. media: pictures and sound; None if none are taken.
+    tenants: their accounts. adapters: LoRA adapters; None if none are served.
+    media: pictures and sound; None if none are taken.
     tier: KV blocks on disk and of other cores; None if there are none.
     promises: prefixes that stay cached for a time.
     calls: of the workers. sleep: what the workers have given back. weights: changes those of the workers.
@@ -79,6 +83,7 @@ class WiredEngine(OpenEngine):
     config: EngineConfig
     metrics: Metrics
     grammars: Grammars
+    tenants: Accounts
     adapters: AdapterTable | None
     media: MediaStore | None
     tier: ColdTier | None
@@ -149,10 +154,12 @@ class EngineWiring:
         config, clients, worker = self._config, host.clients, host.worker
         assert self._tokenizer is not None, "it was begun"
         limits = config.scheduler_config(ready)
-        promises = PrefixPromises(config.retention_limits(limits, ready.num_states))
-        scheduler, tier = self._open_scheduler(limits, promises, host, ready)
         media = open_media(self._media, ready, limits, host.wake)
         info = config.engine_info(ready, None if media is None else media.info)
+        promises = PrefixPromises(config.retention_limits(limits, ready.num_states))
+        tenants = Accounts(info.max_unfinished_bytes)
+        waiting = WaitingQueue(limits.policy, tenants)
+        scheduler, tier = self._open_scheduler(limits, waiting, promises, host, ready)
         clients.accept(info)
         grammars = open_grammars(config, self._tokenizer, ready, host.wake)
         metrics = Metrics(info.max_model_len)
@@ -167,6 +174,7 @@ class EngineWiring:
             clients=clients,
             is_stopping=host.is_stopping,
             info=info,
+            tenants=tenants,
             scheduler=scheduler,
             lobby=lobby,
             requests=requests,
@@ -189,7 +197,12 @@ class EngineWiring:
         )
 
     def _open_scheduler(
-        self, limits: SchedulerConfig, promises: PrefixPromises, host: EngineHost, ready: Ready
+        self,
+        limits: SchedulerConfig,
+        waiting: TurnQueue,
+        promises: PrefixPromises,
+        host: EngineHost,
+        ready: Ready,
     ) -> tuple[Scheduler, ColdTier | None]:
         """The scheduler with what plugs into it, and the cold tiers that it reads from."""
         config = self._config
@@ -201,4 +214,4 @@ class EngineWiring:
             block_bytes, state_bytes = ready.bytes_per_block, ready.bytes_per_state
             attached = host.clients.attached
             places = TierPlaces(config.tier, block_bytes, state_bytes, self._peers, attached, host.wake)
-        return open_scheduler(limits, speculation, present, promises, host.worker, places)
+        return open_scheduler(limits, waiting, speculation, present, promises, host.worker, places)

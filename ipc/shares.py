@@ -97,3 +97,11 @@ def num_before(own: int, num_tenants: int, total: int) -> int:
     own: its entries. num_tenants: that have entries, with this one. total: all entries.
     """
     return min(total, own * num_tenants)
+
+
+def share_of(limit: int, total: int, own: int, quarters: int = 2) -> int:
+    """The most of `limit` that one of several may have: so many quarters of what the others leave.
+
+    total: what all have. own: what it has of that. All together never exceed the limit, and a new one finds room.
+    """
+    return (limit - total + own) * quarters // 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from pagewire.engine_core.clients.clients import AttachedClient
@@ -28,6 +29,14 @@ class Arrival(NamedTuple):
     number: int
 
 
+@dataclass(slots=True)
+class ArrivalQueue:
+    """Requests of one owner in order, of which there is at least one. load: all of them, as `ipc.window` counts."""
+
+    arrivals: deque[Arrival] = field(default_factory=deque)
+    load: Load = field(default_factory=Load)
+
+
 class Arrivals:
     """Gives out one request of each tenant in turn.
 
@@ -36,43 +45,42 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[Owner, deque[Arrival]] = {}  # none is empty; the first is next
-        self._loads: dict[Owner, Load] = {}  # of those with a queue
-        self._calls: list[
-            tuple[AttachedClient, Call, int]
-        ] = []  # each with the number of requests that came before it
+        self._queues: dict[Owner, ArrivalQueue] = {}  # the first is next
+        # Each with the number of requests that came before it.
+        self._calls: list[tuple[AttachedClient, Call, int]] = []
+        self._total = Load()
         self._num_added = 0
-        self._num_requests = 0
-        self._num_bytes = 0
 
     def __len__(self) -> int:
         """The number of requests."""
-        return self._num_requests
+        return self._total.num_requests
 
     @property
     def full(self) -> bool:
         """True while no further message should be read."""
         return (
-            self._num_requests >= MAX_REQUESTS
-            or self._num_bytes >= MAX_BYTES
+            self._total.num_requests >= MAX_REQUESTS
+            or self._total.num_bytes >= MAX_BYTES
             or len(self._calls) >= MAX_CALLS
         )
 
     def admits(self, client: AttachedClient, requests: Sequence[Request], num_bytes: int) -> bool:
         """Whether a frontend may have sent a message with these requests now; see `ipc.window`."""
         for tenant, count in Counter(request.tenant for request in requests).items():
-            load = self._loads.get((client.number, tenant))
-            if load is not None and not load.admits(count, num_bytes // len(requests) * count):
+            queue = self._queues.get((client.number, tenant))
+            if queue is not None and not queue.load.admits(count, num_bytes // len(requests) * count):
                 return False
         return True
 
     def add(self, client: AttachedClient, requests: Sequence[Request], num_bytes: int) -> None:
         """Keep the requests of a message of this size."""
+        size = num_bytes // max(1, len(requests))
         for request in requests:
-            arrival = Arrival(client, request, num_bytes // len(requests), self._num_added)
-            self._queues.setdefault((client.number, request.tenant), deque()).append(arrival)
+            queue = self._queues.setdefault((client.number, request.tenant), ArrivalQueue())
+            queue.arrivals.append(Arrival(client, request, size, self._num_added))
+            queue.load.add(1, size)
+            self._total.add(1, size)
             self._num_added += 1
-            self._count(arrival, 1)
 
     def add_call(self, client: AttachedClient, call: Call) -> None:
         """Keep a call."""
@@ -85,11 +93,9 @@ class Arrivals:
             StopIteration: there is none.
         """
         owner, queue = next(iter(self._queues.items()))
-        arrival = queue.popleft()
+        arrival = queue.arrivals.popleft()
         del self._queues[owner]
-        if queue:
-            self._queues[owner] = queue  # behind the others
-        self._count(arrival, -1)
+        self._left(owner, queue, [arrival])  # behind the others
         return arrival.client, arrival.request
 
     def pop_calls(self) -> list[tuple[AttachedClient, Call]]:
@@ -98,7 +104,7 @@ class Arrivals:
             return []
         oldest: dict[int, int] = {}  # by frontend; those of one tenant are in order
         for (frontend, _), queue in self._queues.items():
-            oldest[frontend] = min(queue[0].number, oldest.get(frontend, self._num_added))
+            oldest[frontend] = min(queue.arrivals[0].number, oldest.get(frontend, self._num_added))
         due, waiting = [], []
         for client, call, number in self._calls:
             if oldest.get(client.number, number) >= number:
@@ -112,24 +118,19 @@ class Arrivals:
         """Give back those of a frontend's requests that have these keys."""
         removed = []
         for owner in [owner for owner in self._queues if owner[0] == client.number]:
-            kept: deque[Arrival] = deque()
-            for arrival in self._queues[owner]:
-                if arrival.request.key in keys:
-                    removed.append(arrival.request)
-                    self._count(arrival, -1)
-                else:
-                    kept.append(arrival)
-            if kept:
-                self._queues[owner] = kept
-            else:
-                del self._queues[owner]
+            queue = self._queues[owner]
+            leaving = [arrival for arrival in queue.arrivals if arrival.request.key in keys]
+            queue.arrivals = deque(arrival for arrival in queue.arrivals if arrival.request.key not in keys)
+            self._left(owner, queue, leaving)
+            removed += [arrival.request for arrival in leaving]
         return removed
 
-    def _count(self, arrival: Arrival, sign: int) -> None:
-        owner = arrival.client.number, arrival.request.tenant
-        load = self._loads.setdefault(owner, Load())
-        load.add(sign, sign * arrival.num_bytes)
-        if not load:
-            del self._loads[owner]
-        self._num_requests += sign
-        self._num_bytes += sign * arrival.num_bytes
+    def _left(self, owner: Owner, queue: ArrivalQueue, arrivals: Sequence[Arrival]) -> None:
+        """Count requests that were taken out of a queue. An empty one goes; else it stays, or is now the last."""
+        num_bytes = sum(arrival.num_bytes for arrival in arrivals)
+        for load in (queue.load, self._total):
+            load.add(-len(arrivals), -num_bytes)
+        if queue.load:
+            self._queues[owner] = queue
+        else:
+            self._queues.pop(owner, None)

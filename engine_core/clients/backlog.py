@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from pagewire.ipc.wire.budget import VALUE_BYTES
 from pagewire.ipc.wire.codec import Buffer
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.messages import Deltas
 from pagewire.ipc.wire.requests import TokenDelta
 
 DELTA_BYTES = 400  # memory of a delta without its tokens
-TOKEN_BYTES = 36  # of a token in a list: a pointer and an integer
 # About this much is encoded at a time, in vain where there is still no room for it. ZeroMQ may keep `SEND_QUEUE`
 # pieces for each frontend, beside what is kept here.
 PIECE_BYTES = 128 << 10
@@ -103,7 +103,7 @@ def content_bytes(delta: TokenDelta) -> int:
     ]
     if delta.pooled is not None:
         tensors.append(delta.pooled)
-    size = TOKEN_BYTES * len(delta.token_ids) + len(delta.error or "")
+    size = VALUE_BYTES * len(delta.token_ids) + len(delta.error or "")
     return size + sum(len(tensor.data) for tensor in tensors)
 
 

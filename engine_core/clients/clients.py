@@ -18,6 +18,7 @@ import zmq
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.backlog import Backlog
 from pagewire.engine_core.clients.unfinished import UnfinishedRequests
+from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.errors import ProtocolError, error_place, error_text, error_type
 from pagewire.ipc.wire.budget import MAX_CALL_BYTES, MAX_HELLO_BYTES
 from pagewire.ipc.wire.calls import Right
@@ -139,7 +140,7 @@ class Clients:
         self._silence_seconds, self._max_backlog_bytes = silence_seconds, max_backlog_bytes
         self._num_warnings = 0
         self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES)
-        self._lost: list[AttachedClient] = []
+        self._lost: list[Sequence] = []
         self._numbers = count(1)
 
     def __len__(self) -> int:
@@ -161,14 +162,13 @@ class Clients:
         return client
 
     def detach(self, client: AttachedClient, why: str) -> None:
-        """Remove a frontend. Its requests are not ended here: the core does that with `lost`."""
+        """Remove a frontend, which gives back the memory of its requests. The core ends these: see `lost`."""
         if self.attached.pop(client.identity, None) is not None:
-            client.requests.release()
+            self._lost += client.requests.take_all()
             logger.info("%s detached: %s", client.label, why)
-            self._lost.append(client)
 
-    def lost(self) -> list[AttachedClient]:
-        """The frontends detached since the last call, whose requests are to be ended."""
+    def lost(self) -> list[Sequence]:
+        """The unfinished sequences of the frontends detached since the last call, which are to be ended."""
         lost, self._lost = self._lost, []
         return lost
 

@@ -2,66 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
-from pagewire.engine_core.clients.memory import Charge
 from pagewire.engine_core.schedule.sequence import Sequence
+
+
+class UnfinishedRequest(NamedTuple):
+    """The unfinished sequences of a request by their index, and what gives its memory back."""
+
+    group: dict[int, Sequence]
+    release: Callable[[], None]
 
 
 class UnfinishedRequests:
     """Sequences by (key, index). The memory of a request is given back with its last sequence."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, dict[int, Sequence]] = {}
-        self._charges: dict[int, Charge] = {}
+        self._requests: dict[int, UnfinishedRequest] = {}
 
     def __len__(self) -> int:
         """Number of requests."""
-        return len(self._groups)
+        return len(self._requests)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._groups
+        return key in self._requests
 
     def __iter__(self) -> Iterator[Sequence]:
         """All sequences."""
-        for group in self._groups.values():
-            yield from group.values()
+        for request in self._requests.values():
+            yield from request.group.values()
 
     @property
     def num_sequences(self) -> int:
         """Number of sequences."""
-        return sum(map(len, self._groups.values()))
+        return sum(len(request.group) for request in self._requests.values())
 
-    def add(self, key: int, group: Iterable[Sequence], charge: Charge) -> None:
-        """Enter the sequences of a request. charge: its memory."""
-        self._groups[key] = {sequence.index: sequence for sequence in group}
-        self._charges[key] = charge
-        for sequence in self._groups[key].values():
+    def add(self, key: int, group: Iterable[Sequence], release: Callable[[], None]) -> None:
+        """Enter the sequences of a request. release: gives its memory back."""
+        request = UnfinishedRequest({sequence.index: sequence for sequence in group}, release)
+        self._requests[key] = request
+        for sequence in request.group.values():
             sequence.awaited = True
 
     def end(self, key: int, index: int) -> Sequence | None:
         """Remove a sequence, and return it; None if there is none."""
-        group = self._groups.get(key, {})
-        sequence = group.pop(index, None)
+        request = self._requests.get(key)
+        sequence = None if request is None else request.group.pop(index, None)
         if sequence is not None:
             sequence.awaited = False
-            if not group:
+            if not self._requests[key].group:
                 self.end_all(key)
         return sequence
 
     def end_all(self, key: int) -> list[Sequence]:
         """Remove the sequences of a request, and return them."""
-        group = self._groups.pop(key, {})
-        for sequence in group.values():
+        if (request := self._requests.pop(key, None)) is None:
+            return []
+        request.release()
+        for sequence in request.group.values():
             sequence.awaited = False
-        if (charge := self._charges.pop(key, None)) is not None:
-            charge.release()
-        return list(group.values())
+        return list(request.group.values())
 
-    def release(self) -> None:
-        """Give back the memory of all requests, because their frontend is gone and they are about to end."""
-        for sequence in self:
-            sequence.awaited = False
-        charges, self._charges = self._charges, {}
-        for charge in charges.values():
-            charge.release()
+    def take_all(self) -> list[Sequence]:
+        """Remove all sequences, and return them: their frontend is gone."""
+        return [sequence for key in list(self._requests) for sequence in self.end_all(key)]

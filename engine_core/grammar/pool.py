@@ -36,7 +36,7 @@ from pagewire.ipc.errors import EngineBusyError, EngineStalledError
 from pagewire.ipc.fair_queue import FairQueue
 from pagewire.ipc.host.confined import JobTimeoutError
 from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
-from pagewire.ipc.shares import Name
+from pagewire.ipc.shares import Name, share_of
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     Tools = tuple[LLTokenizer, Prover]
 
 # Memory of all compiled grammars, in use and cached. A tenant may have half of what the others leave (as of the
-# memory of unfinished requests, `clients.memory`), so a single one may have the largest grammar.
+# memory of unfinished requests, `engine_core.tenants`), so a single one may have the largest grammar.
 MAX_BYTES = 2 * MAX_GRAMMAR_BYTES
 MAX_CACHED_BYTES = 32 << 20  # of those that are cached
 MAX_CACHED = 1024  # grammars, and reasons of refusals, that are remembered
@@ -245,7 +245,7 @@ class Grammars(Wing):
         while True:
             all_bytes = self._bytes_by_tenant()
             own = all_bytes[tenant]
-            limit = (self._max_bytes - sum(all_bytes.values()) + own) // 2
+            limit = share_of(self._max_bytes, sum(all_bytes.values()), own)
             if own + num_bytes <= limit:
                 return
             if not any(isinstance(known.outcome, Grammar) for known in self._known.values()):

@@ -28,6 +28,7 @@ from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import SpeculationStats
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, StepOutcomes
 from pagewire.engine_core.states.state_slots import StateSlots
+from pagewire.engine_core.tenants.accounts import Accounts
 from pagewire.engine_core.tiers.tier import ColdTier
 from pagewire.engine_core.wings.wing import Wing
 from pagewire.ipc.distribution import Distribution
@@ -322,6 +323,7 @@ class MeasuredEngine(ReportedEngine, Protocol):
     config: EngineConfig
     metrics: Metrics
     grammars: Grammars
+    tenants: Accounts
     promises: PrefixPromises
 
 
@@ -674,7 +676,7 @@ def adapters(core: MeasuredEngine) -> Iterator[Row]:
 
 def tenants(core: MeasuredEngine) -> Iterator[Row]:
     """What each named tenant has and was given; beyond the `MAX_TENANTS` most served, all as "(others)"."""
-    named = [tenant for tenant in core.scheduler.tenants if isinstance(tenant.name, str)]
+    named = [tenant for tenant in core.tenants if isinstance(tenant.name, str)]
     named.sort(key=lambda tenant: tenant.served, reverse=True)
     parts = [(str(tenant.name), [tenant]) for tenant in named[:MAX_TENANTS]]
     if others := named[MAX_TENANTS:]:

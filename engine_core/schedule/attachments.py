@@ -1,4 +1,4 @@
-"""What others keep with a sequence, as far as the scheduler reads it: its grammar, its adapter, its media."""
+"""What others keep with a sequence, as far as the scheduler reads it: grammar, adapter, media, tenant."""
 
 from __future__ import annotations
 
@@ -54,3 +54,18 @@ class EncoderInput(Protocol):
     @property
     def grid(self) -> Tensor:
         """int64 [n, 3] of a picture, from which positions follow; empty where tokens have one position."""
+
+
+class Tenant(Protocol):
+    """Whom a sequence is for, and what it was given; see `engine_core.tenants`.
+
+    name: that the frontend has given; bytes: the frontend's identity, for requests without a name.
+    num_requests, num_output_tokens: counts since the tenant is known.
+    """
+
+    name: str | bytes
+    num_requests: int
+    num_output_tokens: int
+
+    def turn(self, rank: int) -> int:
+        """The place in the tenant's order of a new request with `rank` sequences of its batch before it."""

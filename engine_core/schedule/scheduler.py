@@ -11,8 +11,8 @@ dropped. An end by length is known in advance.
 When blocks run out, the last running sequence of the most served tenant is preempted: its blocks are freed, and it
 is recomputed later. A sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks
 blocks is planned, and one step later the last sequence is idle. A sequence is also preempted if another tenant or
-request waits that has no room at all (`fairness`). One that grows longer than its rotary angles are for begins anew
-likewise.
+request waits that has no room at all (`TurnQueue`). One that grows longer than its rotary angles are for begins
+anew likewise.
 
 A row may carry drafts: proposed tokens, computed and sampled after in the same step. How many of them count is
 known when the step returns; until then the sequence is not planned again. Which rows do, and whether a step waits
@@ -36,13 +36,12 @@ from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.engine_core.schedule.cache_group import CacheGroup
 from pagewire.engine_core.schedule.cold import ColdPrefixes
 from pagewire.engine_core.schedule.deltas import add_facts, error_delta, error_of, pooled_delta
-from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.launches import LaunchLength
 from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.retained import RetainedPrefixes
 from pagewire.engine_core.schedule.sequence import Sequence, State
-from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arrival, by_priority
+from pagewire.engine_core.schedule.sequence_table import HANDOVER_SECONDS, SequenceTable
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.engine_core.schedule.spoiled import forget_blocks, spoiled_by
 from pagewire.engine_core.schedule.step import (
@@ -55,6 +54,7 @@ from pagewire.engine_core.schedule.step import (
 )
 from pagewire.engine_core.schedule.step_time import StepLimit
 from pagewire.engine_core.schedule.stopping import append
+from pagewire.engine_core.schedule.turns import TurnQueue
 from pagewire.ipc.wire.requests import TokenDelta
 from pagewire.ipc.wire.steps import Masks, Row, RowResult, StepPlan, StepResult
 
@@ -93,17 +93,19 @@ class SchedulerConfig:
 class Scheduler:
     """Plans steps over the unfinished sequences, and commits their results.
 
-    speculation: says which rows carry drafts. cold, retained: prefixes in a cold tier, and promised ones.
+    waiting: an empty queue, which says whose turn it is. speculation: says which rows carry drafts.
+    cold, retained: prefixes in a cold tier, and promised ones.
     groups: the caches beside the token blocks.
 
     Attributes:
-        sequences: all that are unfinished. running, waiting, tenants, kv: those of `sequences`.
+        sequences: all that are unfinished. running, waiting, kv: those of `sequences`.
         in_flight: the steps whose results have not come, oldest first. limit: of the time of steps.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
+        waiting: TurnQueue,
         speculation: Speculation | None = None,
         cold: ColdPrefixes | None = None,
         groups: Iterable[CacheGroup] = (),
@@ -115,12 +117,10 @@ class Scheduler:
         self.kv = KVCache(config.num_blocks, config.block_size, groups)
         self._launches = LaunchLength(config.launch_steps)
         self.limit = StepLimit(config.step_seconds, config.block_size)
-        order = by_priority if config.policy == "priority" else by_arrival
         self.sequences = SequenceTable(
-            self.kv, config.max_num_seqs, order, self.speculation, self.stats, cold, retained
+            self.kv, config.max_num_seqs, waiting, self.speculation, self.stats, cold, retained
         )
-        self.running, self.waiting = self.sequences.running, self.sequences.waiting
-        self.tenants = self.sequences.tenants
+        self.running, self.waiting = self.sequences.running, waiting
         self.in_flight: deque[PlannedStep] = deque()
         self._next_step_id = 0
         self._watermark = int(config.watermark * config.num_blocks)

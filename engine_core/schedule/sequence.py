@@ -7,9 +7,8 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pagewire.engine_core.schedule.attachments import ActiveAdapter, EncoderInput, GrammarPosition
+from pagewire.engine_core.schedule.attachments import ActiveAdapter, EncoderInput, GrammarPosition, Tenant
 from pagewire.engine_core.schedule.blocks import Block
-from pagewire.engine_core.schedule.tenants import TenantAccount
 from pagewire.ipc.wire.block_names import LONG, encoded_keys, name_blocks
 from pagewire.ipc.wire.items import RetainedPrefix
 from pagewire.ipc.wire.params import SamplingParams
@@ -96,7 +95,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_output: int
-    tenant: TenantAccount
+    tenant: Tenant
     turn: int = 0
     namespace: bytes = b""
     whole: bool = False
@@ -345,7 +344,7 @@ def sequences(
     *,
     max_model_len: int,
     share_prefixes: bool,
-    tenant: TenantAccount | None = None,
+    tenant: Tenant,
     whole: bool = False,
     cuts_media: bool = False,
     short_length: int = 0,
@@ -353,11 +352,10 @@ def sequences(
     """The n sequences of a submitted request, with `arrival`, `arrival` + 1, ... as their order of arrival.
 
     Without `share_prefixes` each request gets a namespace of its own, so that only its own n sequences share the
-    prompt. tenant: whose request it is; None: one without any other request. whole: prompts run in one step.
+    prompt. tenant: whose request it is. whole: prompts run in one step.
     cuts_media: a step may compute a part of a medium.
     short_length: of the engine, see `Ready`.
     """
-    tenant = tenant or TenantAccount(client)
     prompt, task = request.prompt.token_ids, request.task
     namespace = b"" if share_prefixes else b"%b|%d" % (client, arrival)
     limit = max_model_len - len(prompt)

@@ -11,25 +11,26 @@ from __future__ import annotations
 from bisect import insort
 
 from pagewire.engine_core.schedule.cold import ColdPrefixes, NoColdPrefixes
-from pagewire.engine_core.schedule.fairness import change_of_room, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.retained import NoRetainedPrefixes, RetainedPrefixes
 from pagewire.engine_core.schedule.sequence import Sequence, State, WeightsVersion
 from pagewire.engine_core.schedule.speculation import Speculation
 from pagewire.engine_core.schedule.step import SchedulerStats
-from pagewire.engine_core.schedule.tenants import TenantAccount, Tenants
-from pagewire.engine_core.schedule.waiting import Order, WaitingQueue
+from pagewire.engine_core.schedule.turns import TurnQueue
+
+HANDOVER_SECONDS = 0.1  # between two slots that change hands: what was preempted is computed again
 
 
 class SequenceTable:
     """The waiting and running sequences of a scheduler; each method moves one to another state.
 
-    kv: the blocks of running sequences. num_slots: the most that may run. order: in which they run and wait.
+    kv: the blocks of running sequences. num_slots: the most that may run.
+    waiting: an empty queue, which says whose turn it is.
     speculation: forgets drafts of sequences that stop running. stats: gets the counts.
     cold: prefixes in a cold tier; None: there are none. retained: promised prefixes; None: there are none.
 
     Attributes:
-        running: in order. waiting: without a slot, new or preempted. tenants: those that the sequences belong to.
+        running: in order. waiting: without a slot, new or preempted.
         next_handover: time from which room may change hands. weights: that the workers have.
     """
 
@@ -37,18 +38,16 @@ class SequenceTable:
         self,
         kv: KVCache,
         num_slots: int,
-        order: Order,
+        waiting: TurnQueue,
         speculation: Speculation,
         stats: SchedulerStats,
         cold: ColdPrefixes | None = None,
         retained: RetainedPrefixes | None = None,
     ) -> None:
-        self.order = order
         self._cold = NoColdPrefixes() if cold is None else cold
         self._retained = NoRetainedPrefixes() if retained is None else retained
         self.running: list[Sequence] = []
-        self.tenants = Tenants(TenantAccount)
-        self.waiting = WaitingQueue(order, self.tenants)
+        self.waiting = waiting
         self._kv, self._speculation, self._stats = kv, speculation, stats
         self._free_slots = list(range(num_slots))[::-1]
         self._freed_slots: list[int] = []  # since the last plan
@@ -104,8 +103,7 @@ class SequenceTable:
         sequence.state, sequence.slot = State.RUNNING, self._free_slots.pop()
         sequence.was_read = False
         note_version(sequence)
-        insort(self.running, sequence, key=self.order)
-        self.tenants.selected(sequence.tenant)
+        insort(self.running, sequence, key=self.waiting.order)
         self._stats.num_resumed += sequence.computed > 0
         num_charged = 0
         if sequence.num_cached_tokens is None:
@@ -114,7 +112,7 @@ class SequenceTable:
             sequence.scheduled_time = now
             self._stats.num_prefix_queries += len(sequence.token_ids)
             self._stats.num_prefix_hits += sequence.computed
-        sequence.tenant.admit(sequence.turn, num_charged)
+        self.waiting.started(sequence, num_charged)
 
     def make_room(self, sequence: Sequence, num_blocks: int) -> bool:
         """Free blocks for a running sequence by preempting others.
@@ -122,7 +120,7 @@ class SequenceTable:
         Returns False if it must wait for a step in flight, or was preempted itself.
         """
         while self._kv.pool.num_free < num_blocks:
-            victim = gives_way(sequence, self.running, self.order)
+            victim = self.waiting.gives_way(sequence, self.running)
             if victim.num_in_flight:
                 return False
             self._stats.num_cache_preemptions += 1
@@ -138,7 +136,7 @@ class SequenceTable:
         """
         if now < self.next_handover:
             return None, None
-        change = change_of_room(self.waiting, self.running, self.order, now)
+        change = self.waiting.change_of_room(self.running, now)
         if change is None:
             return None, None
         newcomer, leaving = change
@@ -183,8 +181,7 @@ class SequenceTable:
     def preempt(self, sequence: Sequence) -> None:
         """Queue a running sequence again, because others need its room."""
         self._stats.num_preemptions += 1
-        if sequence.request.rank:  # the later part of a batch queues behind what waits already
-            sequence.turn = max(sequence.turn, sequence.tenant.clock + 1)
+        self.waiting.preempted(sequence)
         self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
@@ -208,7 +205,7 @@ class SequenceTable:
     def _stop(self, sequence: Sequence) -> None:
         """Free blocks and slot of a running sequence; safe with steps in flight, as workers run plans in order."""
         self.running.remove(sequence)
-        sequence.tenant.num_running -= 1
+        self.waiting.stopped(sequence)
         self._kv.free(sequence)
         self._free_slots.append(sequence.slot)
         self._freed_slots.append(sequence.slot)
@@ -228,13 +225,3 @@ def note_version(sequence: Sequence) -> None:
     name, start = sequence.weights.name, sequence.num_output_tokens
     if name != (sequence.versions[-1][1] if sequence.versions else ""):
         sequence.versions = [*(span for span in sequence.versions if span[0] < start), (start, name)]
-
-
-def by_arrival(sequence: Sequence) -> tuple[int, int]:
-    """The order of the policy "fcfs"."""
-    return 0, sequence.arrival
-
-
-def by_priority(sequence: Sequence) -> tuple[int, int]:
-    """The order of the policy "priority": the least first, among equal ones that of arrival."""
-    return sequence.request.priority, sequence.arrival

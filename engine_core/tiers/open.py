@@ -9,6 +9,7 @@ from pagewire.engine_core.retention.promises import PrefixPromises
 from pagewire.engine_core.schedule.cache_group import CacheGroup
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.speculation import Speculation
+from pagewire.engine_core.schedule.turns import TurnQueue
 from pagewire.engine_core.tiers.costs import ReadCosts
 from pagewire.engine_core.tiers.lending import BlockLending
 from pagewire.engine_core.tiers.peer_links import PeerLinks
@@ -38,6 +39,7 @@ class TierPlaces:
 
 def open_scheduler(
     config: SchedulerConfig,
+    waiting: TurnQueue,
     speculation: Speculation | None,
     groups: Iterable[CacheGroup],
     promises: PrefixPromises,
@@ -46,11 +48,11 @@ def open_scheduler(
 ) -> tuple[Scheduler, ColdTier | None]:
     """A scheduler, and the cold tiers from which it reads prefixes. places: None: there are none."""
     if places is None:
-        return Scheduler(config, speculation, groups=groups, retained=promises), None
+        return Scheduler(config, waiting, speculation, groups=groups, retained=promises), None
     block_bytes, state_bytes = places.block_bytes, places.state_bytes
     costs = ReadCosts(config.block_size, block_bytes, state_bytes)
     reads = PrefixReads(costs)
-    scheduler = Scheduler(config, speculation, reads, groups, promises)
+    scheduler = Scheduler(config, waiting, speculation, reads, groups, promises)
     peers = lending = None
     if places.peers is not None:
         places.peers.start(places.wake, max(block_bytes, state_bytes))

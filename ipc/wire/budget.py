@@ -66,7 +66,7 @@ def message_bytes(max_model_len: int, vocab_size: int, max_n: int) -> int:
 # Memory of all of them. A frontend that is alone may have half of it, a tenant that is alone there half of that.
 MIN_UNFINISHED_BYTES = 4 << 30
 POINTER_BYTES = 8  # a token id in a list, whose object all lists share
-PARAMETER_BYTES = 200  # a token in logit_bias and allowed_token_ids together
+VALUE_BYTES = 64  # a number in a list or a mapping of its own
 OTHER_BYTES = 1 << 28  # embeddings, bad words, strings
 
 
@@ -77,7 +77,8 @@ def unfinished_bytes(max_model_len: int, vocab_size: int, max_n: int) -> int:
     `max_n` sequences that are all but complete, and parameters that name the whole vocabulary.
     """
     tokens = POINTER_BYTES * max_model_len * (1 + 2 * max_n)
-    return max(MIN_UNFINISHED_BYTES, 4 * (tokens + PARAMETER_BYTES * vocab_size + OTHER_BYTES))
+    parameters = 3 * VALUE_BYTES * vocab_size  # a token in allowed_token_ids, and in logit_bias with its bias
+    return max(MIN_UNFINISHED_BYTES, 4 * (tokens + parameters + OTHER_BYTES))
 
 
 # ---------------------------------------------------------------- an HTTP body

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.engine_core.states.state_slots import StateSlots
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
@@ -57,7 +59,7 @@ def run(
     )
     num_states = runner.num_states
     groups = [StateSlots(num_states, BLOCK_SIZE, 2 * BLOCK_SIZE)] if num_states else []
-    scheduler = Scheduler(config, groups=groups)
+    scheduler = Scheduler(config, WaitingQueue("fcfs", Accounts(1 << 30)), groups=groups)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs: list[list[int]] = [[] for _ in range(2 * len(prompts))]
     for key, prompt in enumerate([*prompts, *prompts]):
@@ -70,6 +72,7 @@ def run(
             0.0,
             max_model_len=max_model_len,
             share_prefixes=setting.share_prefixes,
+            tenant=Account(b"test"),
             short_length=runner.model.short_length,
         )
         scheduler.add(request)

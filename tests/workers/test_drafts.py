@@ -22,6 +22,8 @@ from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.engine_core.states.state_slots import StateSlots
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import LogprobRows, Prompt
 from pagewire.ipc.wire.lora import AdapterSource
@@ -178,7 +180,7 @@ def generate(
     )
     num_states = min(runner.num_states, way.num_states)
     groups = [StateSlots(num_states, 4, 8)] if num_states else []
-    scheduler = Scheduler(config, speculation, groups=groups)
+    scheduler = Scheduler(config, WaitingQueue("fcfs", Accounts(1 << 30)), speculation, groups=groups)
     outputs: dict[tuple[int, int], Output] = {}
     for group in requests(way):
         arrival = 0
@@ -190,6 +192,7 @@ def generate(
                 0.0,
                 max_model_len=MAX_MODEL_LEN,
                 share_prefixes=way.share_prefixes,
+                tenant=Account(b"test"),
             )
             arrival += len(made)
             for sequence in made:

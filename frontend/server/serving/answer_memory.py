@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.shares import num_before
+from pagewire.ipc.shares import num_before, share_of
 from pagewire.ipc.wire.budget import MAX_WAITING_ANSWERS
 
 TENANT_QUARTERS = 3  # of what the others leave, that a tenant may take for more than one answer
@@ -69,7 +69,7 @@ class AnswerMemory:
         """Give memory to those that wait, in order, as far as it reaches."""
         for answer in list(self._waiting):
             own = self._held[answer.tenant]
-            share = (self._free + own) * TENANT_QUARTERS // 4
+            share = share_of(self._num_bytes, self._num_bytes - self._free, own, TENANT_QUARTERS)
             if answer.granted.done() or (answer.tenant and own and own + answer.num_bytes > share):
                 continue
             if answer.num_bytes > self._free:

@@ -17,6 +17,7 @@ from pagewire.engine_core.adapters.queue import PATIENCE_SECONDS
 from pagewire.engine_core.adapters.resident import LOAD_SECONDS, MAX_LOSSES, TRIAL_SECONDS
 from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
+from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.errors import AdapterCrashedWorkerError
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource, DropAdapter, LoadAdapter
@@ -51,7 +52,15 @@ class World:
     def submit(self, wanted: AdapterSource, n: int = 1, prompt: list[int] | None = None) -> list[Sequence]:
         task: Any = SamplingParams(n=n)
         request = Request(next(self._keys), "r", Prompt(prompt or [1, 2]), task, seed=0, adapter=wanted)
-        group = sequences(request, b"c", request.key * 10, self.now, max_model_len=10, share_prefixes=True)
+        group = sequences(
+            request,
+            b"c",
+            request.key * 10,
+            self.now,
+            max_model_len=10,
+            share_prefixes=True,
+            tenant=Account(b"c"),
+        )
         adapter = self.adapters.registry.find(wanted, any_path=True)
         for sequence in group:
             sequence.adapter = adapter

@@ -15,6 +15,7 @@ from pagewire.engine_core.admission.lobby import MAX_REPLAYED, Lobby
 from pagewire.engine_core.grammar.matcher import Grammar
 from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
+from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.shares import Name
 from pagewire.ipc.wire.items import Prompt
@@ -73,7 +74,7 @@ class Waiting:
         self.num_added += 1
         request = Request(self.num_added, "r", Prompt([1, 2]), task, seed=0)
         place: Any = (b"c", self.num_added, 1.0)
-        return sequences(request, *place, max_model_len=10, share_prefixes=True)
+        return sequences(request, *place, max_model_len=10, share_prefixes=True, tenant=Account(b"c"))
 
     def ready(self) -> list[Sequence]:
         ready, refusals = self.lobby.ready(3.0)

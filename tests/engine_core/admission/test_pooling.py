@@ -7,6 +7,8 @@ import pytest
 from pagewire.engine_core.admission.validation import check_request
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Prompt, Task
 from pagewire.ipc.wire.messages import EngineInfo
@@ -84,7 +86,10 @@ def test_results_of_many_tokens_are_bounded() -> None:
 
 def test_whole_prompts_are_never_cut() -> None:
     """Prompts of an encoder: as many in a step as its tokens allow, in order, one block each."""
-    scheduler = Scheduler(SchedulerConfig(4, 32, 32, max_num_seqs=4, max_num_batched_tokens=32))
+    scheduler = Scheduler(
+        SchedulerConfig(4, 32, 32, max_num_seqs=4, max_num_batched_tokens=32),
+        WaitingQueue("fcfs", Accounts(1 << 30)),
+    )
     lengths = (20, 13, 12, 32, 1)
     for arrival, length in enumerate(lengths):
         (sequence,) = sequences(
@@ -94,6 +99,7 @@ def test_whole_prompts_are_never_cut() -> None:
             0.0,
             max_model_len=32,
             share_prefixes=True,
+            tenant=Account(b"c"),
             whole=True,
         )
         scheduler.add(sequence)

@@ -76,7 +76,7 @@ def test_each_tenant_has_a_window() -> None:
     assert not waiting.admits(other, full[:1], 1)
     waiting.remove(server, range(WINDOW_REQUESTS))
     waiting.remove(other, [0])
-    assert not waiting._loads
+    assert not waiting._queues
 
 
 def test_what_is_removed_costs_nobody_a_turn() -> None:
@@ -87,7 +87,7 @@ def test_what_is_removed_costs_nobody_a_turn() -> None:
     assert [gone.key for gone in waiting.remove(server, {0, 3})] == [0, 3, 0, 3]
     assert len(waiting) == 7 and [waiting.pop()[1].tenant for _ in range(3)] == ["a", "b", ""]
     assert len(waiting.remove(server, set(range(5)))) == 4
-    assert not waiting and waiting._num_bytes == 0
+    assert not waiting and waiting._total.num_bytes == 0
 
 
 class Model:
@@ -133,4 +133,4 @@ def test_any_order_of_requests_and_calls(actions: list[tuple[str, int, str]]) ->
             ]
         assert [call.call_id for _, call in waiting.pop_calls()] == model.calls_due()
         assert len(waiting) == sum(kind == "request" for kind, *_ in model.entries)
-    assert waiting._num_bytes == 7 * len(waiting)
+    assert waiting._total.num_bytes == 7 * len(waiting)

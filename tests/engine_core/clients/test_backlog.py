@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from pagewire.engine_core.clients.backlog import DELTA_BYTES, PIECE_BYTES, TOKEN_BYTES, Backlog, merge
+from pagewire.engine_core.clients.backlog import DELTA_BYTES, PIECE_BYTES, Backlog, merge
+from pagewire.ipc.wire.budget import VALUE_BYTES
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import LogprobRows, RetainedPrefix
 from pagewire.ipc.wire.messages import Deltas
 from pagewire.ipc.wire.requests import RequestTiming, TokenDelta
 
-NUM_TOKENS = PIECE_BYTES // 4 // TOKEN_BYTES
+NUM_TOKENS = PIECE_BYTES // 4 // VALUE_BYTES
 
 
 def filled(num_keys: int) -> tuple[Backlog, list[Deltas]]:
@@ -44,7 +45,7 @@ def test_no_more_than_a_piece_is_encoded_in_vain() -> None:
     before = backlog.num_bytes
     backlog.send(lambda frames: False)
     assert len(encoded) == 1 and len(encoded[0].deltas) < 6
-    assert backlog.num_bytes == before > 100 * (DELTA_BYTES + NUM_TOKENS * TOKEN_BYTES)
+    assert backlog.num_bytes == before > 100 * (DELTA_BYTES + NUM_TOKENS * VALUE_BYTES)
     backlog.add(TokenDelta(0, 0, [8], finish_reason="length"))
     assert next(backlog.deltas).token_ids[-1] == 8
 

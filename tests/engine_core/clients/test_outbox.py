@@ -8,6 +8,7 @@ from typing import Any
 from pagewire.engine_core.clients.outbox import DeltaOutbox
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.step import StepOutcomes
+from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Deltas
 from pagewire.ipc.wire.params import SamplingParams
@@ -31,7 +32,15 @@ class AttachedNames:
 def awaited(key: int, client: str = "first", n: int = 1) -> list[Sequence]:
     """The sequences of a request that its frontend waits for."""
     request = Request(key, f"r{key}", Prompt([1, 2]), SamplingParams(n=n), seed=0)
-    group = sequences(request, client.encode(), 0, 0.0, max_model_len=100, share_prefixes=True)
+    group = sequences(
+        request,
+        client.encode(),
+        0,
+        0.0,
+        max_model_len=100,
+        share_prefixes=True,
+        tenant=Account(client.encode()),
+    )
     for sequence in group:
         sequence.awaited = True
     return group

@@ -21,6 +21,7 @@ from pagewire.engine_core.metrics.metrics import (
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.speculation import SpeculationStats
 from pagewire.engine_core.schedule.step import SchedulerStats, StepOutcomes
+from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.distribution import Distribution
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.params import SamplingParams
@@ -49,7 +50,9 @@ def test_a_distribution_is_a_prometheus_histogram(observed: list[tuple[float, in
 def submit(metrics: Metrics, now: float = 7.0, **params: Any) -> list[Sequence]:
     """The sequences of a new request for three prompt tokens."""
     request = Request(1, "r", Prompt([1, 2, 3]), SamplingParams(**params), seed=0)
-    group = sequences(request, b"client", 0, now, max_model_len=100, share_prefixes=True)
+    group = sequences(
+        request, b"client", 0, now, max_model_len=100, share_prefixes=True, tenant=Account(b"client")
+    )
     metrics.submitted(group)
     return group
 

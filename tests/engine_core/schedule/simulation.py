@@ -34,7 +34,6 @@ from pagewire.engine_core.media.encoder_cache import EncoderCache
 from pagewire.engine_core.media.features import Features
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
 from pagewire.engine_core.schedule.cold import ColdPrefixes
-from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
 from pagewire.engine_core.schedule.retained import RetainedPrefixes
 from pagewire.engine_core.schedule.scheduler import (
     Scheduler,
@@ -50,9 +49,11 @@ from pagewire.engine_core.schedule.sequence import (
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.engine_core.schedule.step import Outcome
 from pagewire.engine_core.schedule.step_time import awaits_token
-from pagewire.engine_core.schedule.tenants import TenantAccount
-from pagewire.engine_core.schedule.waiting import Order
+from pagewire.engine_core.schedule.turns import Order
 from pagewire.engine_core.states.state_slots import CHECKPOINT_TOKENS, StateSlots
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.handover import PATIENCE_SECONDS
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import NOTHING, LogprobRows, Media, Prompt, Retention, Task
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
@@ -629,7 +630,8 @@ class Simulation:
         self.encoder_layers = encoder_layers
         self.encoder = EncoderCache(encoder_capacity, budget, encoder_layers) if encoder_capacity else None
         groups = [group for group in (self.states, self.encoder) if group is not None]
-        self.scheduler = Scheduler(self.config, drafter, cold, groups, retained)
+        waiting = WaitingQueue(self.config.policy, Accounts(1 << 30))
+        self.scheduler = Scheduler(self.config, waiting, drafter, cold, groups, retained)
         self.worker = self._new_worker()
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult] = deque()
@@ -684,7 +686,7 @@ class Simulation:
             share_prefixes=self.share_prefixes,
             short_length=self.short_length,
             cuts_media=self.cuts_media,
-            tenant=self.scheduler.tenants.get(tenant or b"client"),
+            tenant=self.scheduler.waiting.tenants.get(tenant or b"client"),
         )
         self.num_added += len(group)
         for sequence in group:
@@ -879,9 +881,9 @@ class Simulation:
 
     def _check_tenants(self) -> None:
         """What is counted of each tenant is what its sequences are and have. Suspects do not count as waiting."""
-        waiting: Counter[TenantAccount] = Counter()
-        running: Counter[TenantAccount] = Counter()
-        num_output: Counter[TenantAccount] = Counter()
+        waiting: Counter[Account] = Counter()
+        running: Counter[Account] = Counter()
+        num_output: Counter[Account] = Counter()
         for sequence in self.streams:
             waiting[sequence.tenant] += sequence.state is State.WAITING
             running[sequence.tenant] += sequence.state is State.RUNNING
@@ -891,7 +893,7 @@ class Simulation:
             )
         waiting.subtract(sequence.tenant for sequence in self.scheduler.waiting.suspects)
         waiting.subtract(sequence.tenant for sequence in self.scheduler.sequences._held)
-        for tenant in self.scheduler.tenants:
+        for tenant in self.scheduler.waiting.tenants:
             counted = (tenant.num_waiting, tenant.num_running, tenant.num_output_tokens)
             assert counted == (waiting[tenant], running[tenant], num_output[tenant])
         assert set(self.scheduler.waiting._heaps) == {tenant for tenant in waiting if waiting[tenant]}
@@ -980,16 +982,16 @@ class Snapshot:
     in_flight: set[Sequence]
     sampling: set[Sequence]
     new: set[Sequence]
-    served: dict[TenantAccount, int]
-    queues: dict[TenantAccount, list[Sequence]]
+    served: dict[Account, int]
+    queues: dict[Account, list[Sequence]]
     turn: dict[Sequence, int]
     suspects: bool
     handover: float
 
     @classmethod
     def of(cls, scheduler: Scheduler, live: list[Sequence]) -> Snapshot:
-        running, order = list(scheduler.running), scheduler.sequences.order
-        queues: dict[TenantAccount, list[Sequence]] = {}
+        running, order = list(scheduler.running), scheduler.waiting.order
+        queues: dict[Account, list[Sequence]] = {}
         for sequence in sorted(live, key=lambda s: (order(s)[0], s.turn, s.arrival)):
             if sequence.state is State.WAITING and sequence not in scheduler.waiting.suspects:
                 queues.setdefault(sequence.tenant, []).append(sequence)
@@ -1002,7 +1004,7 @@ class Snapshot:
             {sequence for step in scheduler.in_flight for sequence in step.sequences},
             {sequence for sequence in running if sequence.num_pending},
             {sequence for sequence in live if not sequence.scheduled_time},
-            {tenant: tenant.served for tenant in scheduler.tenants},
+            {tenant: tenant.served for tenant in scheduler.waiting.tenants},
             queues,
             {sequence: sequence.turn for sequence in live},
             bool(scheduler.waiting.suspects),
@@ -1089,7 +1091,7 @@ class Snapshot:
                 givers.append(sequence)
         return givers
 
-    def _next(self, without: Collection[TenantAccount] = ()) -> Sequence | None:
+    def _next(self, without: Collection[Account] = ()) -> Sequence | None:
         """The head of the queue of the least served tenant that is not in `without`."""
         heads = [queue[0] for tenant, queue in self.queues.items() if queue and tenant not in without]
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pagewire.engine_core.schedule.block_changes import CLEARED, Removed, Stored, net_effect
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.wire.block_names import ROOT, prompt_names
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.lora import AdapterSource
@@ -23,7 +24,9 @@ steps = st.lists(
 
 def sequence(token_ids: list[int], salt: str | None = None) -> Sequence:
     request = Request(1, "r", Prompt(token_ids, cache_salt=salt), SamplingParams(max_tokens=4), 7)
-    return sequences(request, b"client", 0, 0.0, max_model_len=100, share_prefixes=True)[0]
+    return sequences(
+        request, b"client", 0, 0.0, max_model_len=100, share_prefixes=True, tenant=Account(b"client")
+    )[0]
 
 
 @given(steps)

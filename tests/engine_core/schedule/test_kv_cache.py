@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Media, Prompt
 from pagewire.ipc.wire.params import SamplingParams
@@ -17,7 +18,7 @@ from pagewire.ipc.wire.requests import Request
 
 def request(prompt: list[int], *, salt: str | None = None, **params: Any) -> Sequence:
     submitted = Request(1, "r", Prompt(prompt, cache_salt=salt), SamplingParams(**params), seed=0)
-    return sequences(submitted, b"c", 0, 0.0, max_model_len=100, share_prefixes=True)[0]
+    return sequences(submitted, b"c", 0, 0.0, max_model_len=100, share_prefixes=True, tenant=Account(b"c"))[0]
 
 
 def run(kv: KVCache, prompt: list[int], num_tokens: int | None = None, **fields: Any) -> Sequence:
@@ -127,6 +128,7 @@ def test_two_prompts_share_a_block_only_if_everything_up_to_it_agrees(
             *(b"c", 0, 0.0),
             max_model_len=100,
             share_prefixes=True,
+            tenant=Account(b"c"),
         )
         kv.cached_prefix(sequence)
         names.append(sequence.block_names)
@@ -159,6 +161,7 @@ def test_the_kinds_of_keys_are_apart() -> None:
             *(b"c", 0, 0.0),
             max_model_len=9,
             share_prefixes=shared,
+            tenant=Account(b"c"),
         )[0].block_keys(0, 4)
         for extra in extras
         for shared in (True, False)

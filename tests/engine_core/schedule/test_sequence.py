@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequence_seed, sequences
+from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.requests import Request, RequestTiming
@@ -21,7 +22,15 @@ def group(
     own = {name: fields.pop(name) for name in set(fields) & set(Request.__struct_fields__)}
     inputs = Prompt(list(prompt), cache_salt=fields.pop("cache_salt", None))
     submitted = Request(1, "r1", inputs, SamplingParams(**fields), **{"seed": 42, **own})
-    return sequences(submitted, b"c", arrival, 1.5, max_model_len=32, share_prefixes=share_prefixes)
+    return sequences(
+        submitted,
+        b"c",
+        arrival,
+        1.5,
+        max_model_len=32,
+        share_prefixes=share_prefixes,
+        tenant=Account(b"c"),
+    )
 
 
 def test_each_of_n_sequences_is_a_request_of_its_own() -> None:

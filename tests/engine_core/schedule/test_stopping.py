@@ -6,6 +6,7 @@ import pytest
 
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
+from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.requests import Request
@@ -16,7 +17,9 @@ EOS = 99
 def after(*output: int, eos: int | None = EOS, **params: Any) -> Sequence:
     """A request that has generated `output`."""
     submitted = Request(1, "r", Prompt([1, 2]), SamplingParams(**params), seed=0, eos_token_id=eos)
-    (request,) = sequences(submitted, b"c", 0, 0.0, max_model_len=100, share_prefixes=True)
+    (request,) = sequences(
+        submitted, b"c", 0, 0.0, max_model_len=100, share_prefixes=True, tenant=Account(b"c")
+    )
     request.token_ids += output
     return request
 

@@ -15,6 +15,8 @@ from pagewire.engine_core.media.encoder_cache import EncoderCache
 from pagewire.engine_core.media.features import Features
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
@@ -151,7 +153,7 @@ class Engine:
         self._runner, self._reader = runner, reader
         config = SchedulerConfig(600, 4, 512, depth=2, step_seconds=step_seconds)
         self.encoder = EncoderCache(1000, config.max_num_batched_tokens, runner.media.num_layers)
-        self.scheduler = Scheduler(config, groups=[self.encoder])
+        self.scheduler = Scheduler(config, WaitingQueue("fcfs", Accounts(1 << 30)), groups=[self.encoder])
         self.tokens: dict[Sequence, list[int]] = {}
         self.gained: list[tuple[set[Sequence], list[Encode]]] = []
         self._launched: deque[StepPlan] = deque()
@@ -160,7 +162,14 @@ class Engine:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         request = Request(len(self.tokens), "r", prompt, params, seed=0)
         (sequence,) = sequences(
-            request, b"test", len(self.tokens), 0.0, max_model_len=512, share_prefixes=False, cuts_media=True
+            request,
+            b"test",
+            len(self.tokens),
+            0.0,
+            max_model_len=512,
+            share_prefixes=False,
+            tenant=Account(b"test"),
+            cuts_media=True,
         )
         sequence.features = [self._features(medium.name) for medium in prompt.encoded]
         self.tokens[sequence] = []

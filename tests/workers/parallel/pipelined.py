@@ -18,6 +18,8 @@ from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.engine_core.schedule.speculation import Speculation
 from pagewire.engine_core.states.state_slots import StateSlots
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import Request, TokenDelta
@@ -109,6 +111,7 @@ def generate(
             depth=max(2, stages),
             stages=stages,
         ),
+        WaitingQueue("fcfs", Accounts(1 << 30)),
         speculation,
         groups=groups,
     )
@@ -120,7 +123,13 @@ def generate(
             content = msgspec.structs.replace(content, adapter=bytes([index]))
         request = Request(key, str(key), content, params, seed=key)
         for sequence in sequences(
-            request, b"test", key, 0.0, max_model_len=MAX_MODEL_LEN, share_prefixes=True
+            request,
+            b"test",
+            key,
+            0.0,
+            max_model_len=MAX_MODEL_LEN,
+            share_prefixes=True,
+            tenant=Account(b"test"),
         ):
             sequence.adapter = Adapter(AdapterSource(f"a{index}", index), index=index) if index else None
             scheduler.add(sequence)

@@ -17,6 +17,8 @@ import torch
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.ipc.speculative import TYPICAL, SpeculativeConfig
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Request
@@ -135,7 +137,9 @@ def test_each_token_is_drawn_or_typical_with_the_log_probabilities_of_itself(
 
 
 def made(request: Request) -> list[Sequence]:
-    return sequences(request, b"test", 0, 0.0, max_model_len=MAX_MODEL_LEN, share_prefixes=True)
+    return sequences(
+        request, b"test", 0, 0.0, max_model_len=MAX_MODEL_LEN, share_prefixes=True, tenant=Account(b"test")
+    )
 
 
 def test_what_was_given_stays_when_the_worker_is_lost(
@@ -148,7 +152,11 @@ def test_what_was_given_stays_when_the_worker_is_lost(
         made(Request(key, str(key), Prompt(prompt), params, seed=key))[0]
         for key, prompt in enumerate(prompts)
     ]
-    scheduler = Scheduler(SchedulerConfig(320, 4, MAX_MODEL_LEN, 32, 64, "fcfs", 2), Few())
+    scheduler = Scheduler(
+        SchedulerConfig(320, 4, MAX_MODEL_LEN, 32, 64, "fcfs", 2),
+        WaitingQueue("fcfs", Accounts(1 << 30)),
+        Few(),
+    )
     outputs = {(sequence.key, 0): Output() for sequence in submitted}
     for sequence in submitted:
         scheduler.add(sequence)

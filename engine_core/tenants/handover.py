@@ -12,40 +12,11 @@ would wait until they had caught up.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.engine_core.schedule.waiting import Order, WaitingQueue
+from pagewire.engine_core.schedule.turns import Order
+from pagewire.engine_core.tenants.accounts import account_of
 
 PATIENCE_SECONDS = 0.5  # that a sequence waits for a slot to get free
-HANDOVER_SECONDS = 0.1  # between two slots that change hands: what was preempted is computed again
-
-
-def gives_way(sequence: Sequence, running: list[Sequence], order: Order) -> Sequence:
-    """The sequence that is preempted when `sequence` lacks blocks: it, or one behind it in `running`.
-
-    What is before it must not be preempted: it may be in this step already.
-    """
-    behind = running[bisect_left(running, order(sequence), key=order) :]
-    return max(behind, key=lambda other: last(other, order))
-
-
-def change_of_room(
-    waiting: WaitingQueue, running: list[Sequence], order: Order, now: float
-) -> tuple[Sequence, Sequence] | None:
-    """The sequence that gets room and the one that gives it; None if no room changes hands now.
-
-    It is for the next that waits, or else for the next of a tenant without any room and of the same priority.
-    """
-    first = None if waiting.suspects else waiting.first()
-    if first is None:
-        return None
-    for newcomer in dict.fromkeys((first, waiting.first(of_idle=True))):
-        if newcomer is not None and order(newcomer)[0] == order(first)[0]:
-            leaving = gives_room(newcomer, running, order, now)
-            if leaving is not None:
-                return newcomer, leaving
-    return None
 
 
 def gives_room(newcomer: Sequence, running: list[Sequence], order: Order, now: float) -> Sequence | None:
@@ -63,14 +34,14 @@ def must_share(running: Sequence, newcomer: Sequence, order: Order) -> bool:
     """True if a running sequence has no better right to its room than `newcomer`, and is no suspect on trial."""
     if running.suspect or order(running)[0] < order(newcomer)[0]:
         return False
-    if running.tenant is newcomer.tenant:
+    giver, taker = account_of(running.tenant), account_of(newcomer.tenant)
+    if giver is taker:
         return running.request.rank > 0 == newcomer.request.rank
-    starts = newcomer.tenant.num_running == 0 and running.tenant.num_running > 1
     # More, not as much: what gives its room is queued again, and must not be before the newcomer there.
-    return starts and running.tenant.served > newcomer.tenant.served
+    return taker.num_running == 0 and giver.num_running > 1 and giver.served > taker.served
 
 
 def last(sequence: Sequence, order: Order) -> tuple[int, float, int, int]:
     """The order in which sequences give way: the greatest first."""
     priority, arrival = order(sequence)
-    return priority, sequence.tenant.served, sequence.turn, arrival
+    return priority, account_of(sequence.tenant).served, sequence.turn, arrival

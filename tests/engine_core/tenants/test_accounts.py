@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.engine_core.clients.footprint import RequestFootprint, footprint_of
-from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.intake import MessageIntake
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.weight import RequestWeight, weigh
 from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.shares import MAX_IDLE
 from pagewire.ipc.wire import budget
 from pagewire.ipc.wire.codec import Codec, Tensor
 from pagewire.ipc.wire.embeddings import media_of
@@ -31,31 +32,36 @@ from tests.engine_core.conftest import RawFrontend, RunningCore
 # ---------------------------------------------------------------- accounts
 
 
-def fill(memory: Memory, frontend: int, tenant: str, size: int) -> list[Charge]:
+def num_holdings(memory: Accounts) -> int:
+    """Of all together, of each frontend, and of each tenant of a frontend: those of no request are forgotten."""
+    return bool(memory.total.num_requests) + len(memory.frontends) + sum(len(each.held) for each in memory)
+
+
+def fill(memory: Accounts, frontend: int, tenant: str, size: int) -> list[Callable[[], None]]:
     """Charge requests of one size until one is refused."""
     charges = []
     with pytest.raises(EngineBusyError, match="wait until some have ended"):
         while True:
-            charges.append(memory.charge(frontend, tenant, RequestFootprint(size)))
+            charges.append(memory.hold(frontend, tenant, RequestWeight(size)))
     return charges
 
 
 def test_none_of_many_greedy_frontends_locks_others_out() -> None:
-    memory = Memory(1_000_000)
+    memory = Accounts(1_000_000)
     charges = [fill(memory, frontend, "", 1000) for frontend in range(8)]
     assert len(charges[0]) == 250  # half of it all is the frontend's, and half of that the tenant's
     for taken in charges:
         assert len(taken) * 1000 >= 250_000 * 0.75 ** len(charges) - 1000
-    assert memory.num_bytes <= 1_000_000
-    memory.charge("modest", "", RequestFootprint(10_000)).release()
-    for charge in [charge for taken in charges for charge in taken]:
-        charge.release()
-    assert memory.num_bytes == len(memory) == 0
+    assert memory.total.num_bytes <= 1_000_000
+    memory.hold("modest", "", RequestWeight(10_000))()
+    for release in [release for taken in charges for release in taken]:
+        release()
+    assert memory.total.num_bytes == num_holdings(memory) == 0
     assert len(fill(memory, 1, "", 1000)) == 250
 
 
 def test_a_greedy_tenant_leaves_room_for_those_of_the_same_frontend() -> None:
-    memory = Memory(1_000_000)
+    memory = Accounts(1_000_000)
     greedy = fill(memory, 1, "greedy", 1000)
     assert len(greedy) == 250
     others = [fill(memory, 1, f"tenant{number}", 1000) for number in range(3)]
@@ -63,49 +69,60 @@ def test_a_greedy_tenant_leaves_room_for_those_of_the_same_frontend() -> None:
     with pytest.raises(
         EngineBusyError, match="unfinished ones of tenant 'greedy' take 250,000 of the 141,000"
     ):
-        memory.charge(1, "greedy", RequestFootprint(1000))
+        memory.hold(1, "greedy", RequestWeight(1000))
     assert len(fill(memory, 2, "greedy", 1000)) > 100  # of another frontend: names of tenants are not trusted
 
 
 def test_a_request_that_goes_on_has_room_where_a_new_one_has_none() -> None:
-    memory = Memory(1_000_000)
+    memory = Accounts(1_000_000)
     fill(memory, 1, "", 1000)
-    memory.charge(1, "", RequestFootprint(100_000), resumed=True)
+    memory.hold(1, "", RequestWeight(100_000), resumed=True)
 
 
 def test_a_request_for_which_there_is_never_room_is_refused_for_good() -> None:
-    memory = Memory(1_000_000)
+    memory = Accounts(1_000_000)
     with pytest.raises(ValueError, match="takes 250,001 bytes of memory, and one may take 250,000"):
-        memory.charge(1, "", RequestFootprint(250_001))
-    assert memory.num_bytes == len(memory) == 0
-    memory.charge(1, "", RequestFootprint(250_000)).release()
+        memory.hold(1, "", RequestWeight(250_001))
+    assert memory.total.num_bytes == num_holdings(memory) == 0
+    memory.hold(1, "", RequestWeight(250_000))()
 
 
 def test_what_requests_share_counts_once_for_each_account_whatever_ends_first() -> None:
     draw = random.Random(0)
-    memory = Memory(1 << 40)
+    memory = Accounts(1 << 40)
     objects = [object() for _ in range(6)]
     sizes = {id(part): draw.randrange(1, 1000) for part in objects}
-    charges: list[tuple[int, str, Charge]] = []
+    charges: list[tuple[RequestWeight, Callable[[], None]]] = []
     for _ in range(2000):
         if charges and draw.random() < 0.45:
-            charges.pop(draw.randrange(len(charges)))[2].release()
+            charges.pop(draw.randrange(len(charges)))[1]()
         else:
             frontend, tenant = draw.randrange(3), draw.choice(("", "a", "b"))
             chosen = draw.sample(objects, draw.randrange(4))
-            footprint = RequestFootprint(
-                draw.randrange(1000), tuple((part, sizes[id(part)]) for part in chosen)
-            )
-            charges.append((frontend, tenant, memory.charge(frontend, tenant, footprint)))
-        footprints = [charge.footprint for _, _, charge in charges]
-        shared = {id(part): size for footprint in footprints for part, size in footprint.parts}
-        assert memory.num_bytes == sum(each.own_bytes for each in footprints) + sum(shared.values())
-    for _, _, charge in charges:
-        charge.release()
-    assert memory.num_bytes == len(memory) == 0
+            weight = RequestWeight(draw.randrange(1000), tuple((part, sizes[id(part)]) for part in chosen))
+            charges.append((weight, memory.hold(frontend, tenant, weight)))
+        weights = [weight for weight, _ in charges]
+        shared = {id(part): size for weight in weights for part, size in weight.parts}
+        assert memory.total.num_bytes == sum(each.own_bytes for each in weights) + sum(shared.values())
+    for _, release in charges:
+        release()
+    assert memory.total.num_bytes == num_holdings(memory) == 0
 
 
-# ---------------------------------------------------------------- footprints
+def test_a_tenant_with_an_unfinished_request_keeps_its_account() -> None:
+    """Also while none of its sequences waits or runs: a grammar is compiled, or the engine is paused."""
+    memory = Accounts(1_000_000)
+    account, release = memory.get("held"), memory.hold(1, "held", RequestWeight(1000))
+    for number in range(3 * MAX_IDLE):
+        memory.get(f"gone{number}").num_output_tokens = 1
+    assert memory.get("held") is account and not account.idle
+    release()
+    for number in range(3 * MAX_IDLE):
+        memory.get(f"gone again {number}").num_output_tokens = 1
+    assert account.idle and memory.get("held") is not account
+
+
+# ---------------------------------------------------------------- weights
 
 TEXT = "\N{LATIN SMALL LETTER A WITH DIAERESIS}" * 1000
 PROMPT = [index % 1000 for index in range(5000)]
@@ -169,7 +186,15 @@ def test_the_estimate_is_near_the_memory_that_python_takes(kind: str) -> None:
         for number, message in enumerate(messages):
             (request,) = submitted(codec.decode(message))
             intake._share_numbers(request)
-            group = sequences(request, b"client", number, 0.0, max_model_len=20_000, share_prefixes=True)
+            group = sequences(
+                request,
+                b"client",
+                number,
+                0.0,
+                max_model_len=20_000,
+                share_prefixes=True,
+                tenant=Account(b"client"),
+            )
             kept.append((request, group))
 
     keep(frames[:2])  # what is made once
@@ -180,8 +205,8 @@ def test_the_estimate_is_near_the_memory_that_python_takes(kind: str) -> None:
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    footprints = [footprint_of(request) for request, _ in kept]
-    estimate = sum(each.own_bytes + sum(size for _, size in each.parts) for each in footprints)
+    weights = [weigh(request, {}) for request, _ in kept]
+    estimate = sum(each.own_bytes + sum(size for _, size in each.parts) for each in weights)
     received = sum(len(medium.data.data) for request, _ in kept for medium in request.prompt.media)
     taken += received  # contents lie in the frames
     assert 0.8 * taken <= estimate <= 2.0 * taken + NUM_REQUESTS * 2000, (taken, estimate)
@@ -205,9 +230,25 @@ def test_the_largest_request_of_an_engine_has_room_in_an_idle_one(
     media = media_of(Tensor("uint8", (1, 1), b"x"))
     media[0].data = Tensor("uint8", (budget.MAX_EMBEDDINGS_BYTES,), bytes(budget.MAX_EMBEDDINGS_BYTES))
     request = Request(1, "r" * 1024, Prompt([1], media), params, 7, output_token_ids=[tokens] * max_n)
-    memory = Memory(budget.unfinished_bytes(max_model_len, vocab_size, max_n))
+    memory = Accounts(budget.unfinished_bytes(max_model_len, vocab_size, max_n))
     for each in (request, msgspec.structs.replace(request, prompt=Prompt(tokens), output_token_ids=None)):
-        memory.charge(1, "", footprint_of(each)).release()
+        memory.charge(1, "", each)()
+
+
+def test_parts_that_are_held_are_not_weighed_again() -> None:
+    """The prompts of a batch have one task, which may name the whole vocabulary."""
+    memory = Accounts(1 << 30)
+    params = SamplingParams(allowed_token_ids=list(range(5000)), stop=["a", "b"])
+    first, second = (Request(key, "r", Prompt([1]), params, 7) for key in range(2))
+    release = memory.charge(1, "a", first)
+    held = memory.get("a").held[1]
+    num_bytes = held.num_bytes
+    assert weigh(second, held.parts) == weigh(second, {}) and len(held.parts) == 2
+    assert weigh(second, {id(params.stop): (12345, 1)}).parts[0] == (params.stop, 12345)
+    memory.charge(1, "a", second)()
+    assert held.num_bytes == num_bytes
+    release()
+    assert memory.total.num_bytes == num_holdings(memory) == 0
 
 
 # ---------------------------------------------------------------- a whole core
@@ -222,7 +263,7 @@ def core(start_core: Callable[..., RunningCore]) -> RunningCore:
 
 
 def limited(running: RunningCore) -> RunningCore:
-    running.serving.intake._memory = Memory(2_000_000)
+    running.serving.engine.tenants.max_bytes = 2_000_000
     return running
 
 
@@ -255,19 +296,19 @@ def submit_until_refused(frontend: RawFrontend, keys: Iterator[int]) -> list[int
 
 def test_a_core_refuses_what_would_fill_its_memory_and_serves_others(core: RunningCore) -> None:
     greedy, modest = attached(core, "greedy"), attached(core, "modest")
-    memory, keys = core.serving.intake._memory, count()
+    memory, keys = core.serving.engine.tenants, count()
     taken = submit_until_refused(greedy, keys)
     assert 5 < len(taken) < 20
-    num_bytes = memory.num_bytes
+    num_bytes = memory.total.num_bytes
     greedy.say(Abort(keys=taken[:3]))  # which makes room for as many
-    assert len(submit_until_refused(greedy, keys)) == 3 and abs(memory.num_bytes - num_bytes) < 100
+    assert len(submit_until_refused(greedy, keys)) == 3 and abs(memory.total.num_bytes - num_bytes) < 100
     modest.say(Submit([request(1, allowed_token_ids=LARGE, max_tokens=2)]))
     greedy.say(Goodbye())
     modest.call("resume")
     modest.finish((1, 0))
     assert modest.ends[1, 0].finish_reason == "length"
     modest.status()
-    assert memory.num_bytes == len(memory) == 0
+    assert memory.total.num_bytes == num_holdings(memory) == 0
 
 
 ENDS: dict[str, Callable[[RawFrontend], object]] = {
@@ -281,45 +322,45 @@ ENDS: dict[str, Callable[[RawFrontend], object]] = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_memory_is_given_back_however_a_request_ends(core: RunningCore, how: str) -> None:
-    frontend, memory = attached(core, "test"), core.serving.intake._memory
+    frontend, memory = attached(core, "test"), core.serving.engine.tenants
     frontend.say(Submit([request(1, n=2, max_tokens=5)]))
     frontend.status()
-    assert memory.num_bytes > 0 and len(memory) == 3
+    assert memory.total.num_bytes > 0 and num_holdings(memory) == 3
     ENDS[how](frontend)
     frontend.begin_call(9, "status")
     while getattr(frontend.hear(), "call_id", None) != 9:
         pass
-    assert memory.num_bytes == len(memory) == 0 and core.error is None
+    assert memory.total.num_bytes == num_holdings(memory) == 0 and core.error is None
 
 
 def test_a_request_that_is_refused_otherwise_takes_no_memory(start_core: Callable[..., RunningCore]) -> None:
     core = limited(start_core(max_waiting=1))
-    frontend, memory = attached(core, "test"), core.serving.intake._memory
+    frontend, memory = attached(core, "test"), core.serving.engine.tenants
     frontend.say(Submit([request(key) for key in range(3)]))
     frontend.finish((1, 0), (2, 0))
     assert {end.error_type for end in frontend.ends.values()} == {"EngineBusyError"}
     assert "max_waiting" in str(frontend.ends[1, 0].error)
     (sequence,) = core.clients.attached[b"test"].requests
-    assert memory.num_bytes == footprint_of(sequence.request).own_bytes
+    assert memory.total.num_bytes == weigh(sequence.request, {}).own_bytes
     frontend.say(Abort(keys=[0]))
     frontend.submit(9, [5, 6], structured_outputs=StructuredOutputsParams(regex="("))
     frontend.finish((9, 0))
     assert frontend.ends[9, 0].finish_reason == "error"
     frontend.status()
-    assert memory.num_bytes == len(memory) == 0
+    assert memory.total.num_bytes == num_holdings(memory) == 0
 
 
 def test_equal_parameters_of_one_message_count_once(core: RunningCore) -> None:
-    frontend, memory = attached(core, "many"), core.serving.intake._memory
+    frontend, memory = attached(core, "many"), core.serving.engine.tenants
     frontend.say(Submit([request(key, allowed_token_ids=LARGE) for key in range(50)]))
     frontend.status()
-    assert not frontend.ends and memory.num_bytes < 50 * 10_000
+    assert not frontend.ends and memory.total.num_bytes < 50 * 10_000
     frontend.say(Abort(keys=list(range(49))))
     frontend.status()
-    assert memory.num_bytes > 30_000
+    assert memory.total.num_bytes > 30_000
     frontend.say(Abort(keys=[49]))
     frontend.status()
-    assert memory.num_bytes == len(memory) == 0
+    assert memory.total.num_bytes == num_holdings(memory) == 0
 
 
 def test_extra_arguments_which_the_core_does_not_read_take_no_memory(core: RunningCore) -> None:
@@ -331,13 +372,13 @@ def test_extra_arguments_which_the_core_does_not_read_take_no_memory(core: Runni
 
 
 def test_a_request_that_goes_on_is_charged_with_its_tokens(core: RunningCore) -> None:
-    frontend, memory = attached(core, "test"), core.serving.intake._memory
+    frontend, memory = attached(core, "test"), core.serving.engine.tenants
     resumed = request(1, max_tokens=100)
     resumed.output_token_ids = [[300] * 50]
     frontend.say(Submit([resumed]))
     frontend.status()
     (sequence,) = core.clients.attached[b"test"].requests
     (done,) = sequence.request.output_token_ids or []
-    assert memory.num_bytes == footprint_of(sequence.request).own_bytes
-    assert footprint_of(sequence.request).own_bytes == footprint_of(request(1)).own_bytes + 2 * 50 * 8
+    assert memory.total.num_bytes == weigh(sequence.request, {}).own_bytes
+    assert weigh(sequence.request, {}).own_bytes == weigh(request(1), {}).own_bytes + 2 * 50 * 8
     assert len(done) == 50 and len({id(token) for token in [*done, *sequence.token_ids[2:]]}) == 1

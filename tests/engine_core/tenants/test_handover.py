@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import pytest
 
-from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
 from pagewire.engine_core.schedule.sequence import Sequence, State
-from pagewire.engine_core.schedule.tenants import PASSES, TenantAccount, Tenants
+from pagewire.engine_core.tenants.accounts import PASSES, Accounts
+from pagewire.engine_core.tenants.handover import PATIENCE_SECONDS
 from pagewire.ipc.shares import MAX_IDLE
 from tests.engine_core.schedule.simulation import Simulation
 
@@ -92,9 +92,9 @@ def test_two_that_always_wait_are_served_alike(lengths: tuple[int, int]) -> None
             while len(waiting[name]) < 4:
                 waiting[name] += simulation.submit([5] * (1 + length // 2), tenant=name, max_tokens=length)
         simulation.step()
-        served = [tenant.served for tenant in simulation.scheduler.tenants]
+        served = [tenant.served for tenant in simulation.scheduler.waiting.tenants]
         assert abs(served[0] - served[1]) <= 2 * 3 * (max(lengths) + 1 + max(lengths) // 2)
-    by_name = {tenant.name: tenant for tenant in simulation.scheduler.tenants}
+    by_name = {tenant.name: tenant for tenant in simulation.scheduler.waiting.tenants}
     assert min(tenant.num_output_tokens for tenant in by_name.values()) > 100
 
 
@@ -105,11 +105,11 @@ def test_idle_time_is_not_saved_up() -> None:
     for _ in range(120):
         simulation.step()
     late = [simulation.submit([7], tenant="late", max_tokens=LONG)[0] for _ in range(20)]
-    before = {tenant.name: tenant.num_output_tokens for tenant in simulation.scheduler.tenants}
+    before = {tenant.name: tenant.num_output_tokens for tenant in simulation.scheduler.waiting.tenants}
     assert before["early"] > 150
     while sum(sequence.finished for sequence in late) < 10:
         simulation.step()
-    gained = {t.name: t.num_output_tokens - before[t.name] for t in simulation.scheduler.tenants}
+    gained = {t.name: t.num_output_tokens - before[t.name] for t in simulation.scheduler.waiting.tenants}
     assert gained["early"] >= 0.7 * gained["late"] > 0
 
 
@@ -142,7 +142,7 @@ def test_a_tenant_without_a_slot_does_not_wait_behind_one_that_has_got_its_own()
     simulation = Simulation(max_num_seqs=4, num_blocks=256, max_model_len=200)
 
     def served(tenant: str) -> int:
-        return simulation.scheduler.tenants.get(tenant).served
+        return simulation.scheduler.waiting.tenants.get(tenant).served
 
     def submit(tenant: str, number: int, max_tokens: int) -> list[Sequence]:
         return [simulation.submit([5, i + 2], tenant=tenant, max_tokens=max_tokens)[0] for i in range(number)]
@@ -227,7 +227,7 @@ def test_a_full_queue_has_room_for_a_tenant_that_has_nothing_in_it() -> None:
     """Each of the tenants that wait may take its equal share of the room, whoever came first."""
     simulation = Simulation(max_num_seqs=1, num_blocks=64)
     start_flood(simulation, 41, tenant="greedy")
-    waiting, tenants = simulation.scheduler.waiting, simulation.scheduler.tenants
+    waiting, tenants = simulation.scheduler.waiting, simulation.scheduler.waiting.tenants
     assert len(waiting) == waiting.num_before(tenants.get("greedy")) == 40
     assert waiting.num_before(tenants.get("modest")) == 0
     for _ in range(3):
@@ -237,7 +237,7 @@ def test_a_full_queue_has_room_for_a_tenant_that_has_nothing_in_it() -> None:
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
-    tenants = Tenants(TenantAccount)
+    tenants = Accounts(1 << 30)
     live = [tenants.get(f"live{i}") for i in range(10)]
     for tenant in live:
         tenant.num_running = 1
