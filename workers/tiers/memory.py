@@ -73,7 +73,7 @@ class BlockMemory:
 
     def scatter(self, block_ids: Tensor, contents: Tensor) -> None:
         """Set blocks to their contents; see `gather`."""
-        for tensor, part in zip(self._tensors, contents.split(self._sizes, 1), strict=True):
+        for tensor, part in zip(self._tensors, contents.split_with_sizes(self._sizes, 1), strict=True):
             tensor.index_copy_(0, block_ids, part)
 
 
