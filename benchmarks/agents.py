@@ -1,12 +1,16 @@
 """Agents in a closed loop: each turn has the whole conversation so far and a little more, as agents send it.
 
     python -m benchmarks.agents --model MODEL [--server ours=http://127.0.0.1:8000/v1] [--server NAME=URL ...]
+    python -m benchmarks.agents --model MODEL --pressure [--swap-space 4]
     python -m benchmarks.agents --tokenization MODEL
 
 Without --server, `pagewire serve MODEL` is started, with further arguments of its own. An agent sends its
 conversation, reads the streamed answer, thinks (--think), and its tools take some time (--tools); then the
 conversation has the answer and a result, so that the last of --turns has --tokens tokens. Servers are measured one
 after the other. The table has the time to the first token by the part of the conversation, over all agents.
+--pressure starts one server after the other: with all the KV blocks that the conversations need, with half of them,
+and with half of them beside swap space, a folder on disk, and both; while an agent waits for its tools, others take
+its blocks. The answers are compared; status 1: one differs (on a GPU, give --batch-invariant as well).
 --tokenization needs no server: it times how a turn of 100,000 tokens of history and 200 new ones is rendered and
 tokenized, whole and from the last turn's end.
 """
@@ -18,6 +22,8 @@ import asyncio
 import json
 import random
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +46,10 @@ CHATML = (
 
 @dataclass
 class Turn:
-    """One request of an agent. ttft, seconds: to the first token, and to the end. cached: as the server says."""
+    """One request of an agent. ttft, seconds: to the first token, and to the end. cached: as the server says.
+
+    text: of the answer.
+    """
 
     agent: int
     number: int
@@ -48,6 +57,7 @@ class Turn:
     seconds: float
     prompt_tokens: int = 0
     cached: int = 0
+    text: str = ""
 
 
 @dataclass
@@ -120,7 +130,7 @@ async def agent(session: aiohttp.ClientSession, url: str, load: Load, number: in
     await asyncio.sleep((load.think + load.tools) * number / load.num_agents)
     for index in range(load.num_turns):
         turn, text = await one_turn(session, url, load, messages)
-        turn.agent, turn.number = number, index
+        turn.agent, turn.number, turn.text = number, index, text
         load.turns.append(turn)
         if turn.prompt_tokens:
             ratio = sum(len(message["content"]) for message in messages) / turn.prompt_tokens
@@ -167,7 +177,6 @@ def own_server(model: str, options: list[str]) -> Iterator[str]:
     """`pagewire serve` on a free port; the URL of its API."""
     import signal
     import subprocess
-    import sys
 
     command = [sys.executable, "-m", "pagewire.cli.main", "serve", model, "--port", "0", *options]
     server = subprocess.Popen([*command, "--disable-log-requests"], stdout=subprocess.PIPE, text=True)
@@ -178,6 +187,66 @@ def own_server(model: str, options: list[str]) -> Iterator[str]:
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
+
+
+# ---------------------------------------------------------------- pressure
+
+COUNTED = ("vllm:num_preemptions_total", "pagewire:swap_blocks_total", "pagewire:kv_tier_blocks_total")
+
+
+def pressures(load: Load, swap_space: float, folder: Path) -> dict[str, list[str]]:
+    """Options of servers with enough KV blocks for all conversations, and with half of what they need.
+
+    swap_space: in GiB. folder: on disk.
+    """
+    needed = load.num_tokens + load.max_tokens
+    longest = needed + needed // 4  # the texts have about as many tokens as they are to have
+    whole, half = (
+        ["--max-model-len", str(longest), "--num-gpu-blocks-override", str(blocks)]
+        for blocks in (load.num_agents * -(-longest // 16), load.num_agents * -(-needed // 16) // 2)
+    )
+    swap, disk = ["--swap-space", str(swap_space)], ["--kv-cache-dir"]
+    return {
+        "all blocks": whole,
+        "half of them": half,
+        "half, swap space": [*half, *swap],
+        "half, disk": [*half, *disk, str(folder / "disk")],
+        "half, swap space and disk": [*half, *swap, *disk, str(folder / "both")],
+    }
+
+
+async def counted(url: str) -> str:
+    """What a server has counted of preemptions and of blocks that went out and came back."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{url.removesuffix('/v1')}/metrics") as response,
+    ):
+        text = await response.text()
+    parts = []
+    for line in text.splitlines():
+        name, event = line.partition("{")[0], line.partition('event="')[2].partition('"')[0]
+        if name in COUNTED:
+            parts.append(
+                f"{name.partition(':')[2].removesuffix('_total')} {event} {float(line.split()[-1]):.0f}"
+            )
+    return "; ".join(parts)
+
+
+def under_pressure(given: argparse.Namespace, options: list[str]) -> dict[str, Load]:
+    """The turns of the same agents on servers with more and less KV memory, and tiers, by setting."""
+    found: dict[str, Load] = {}
+    with tempfile.TemporaryDirectory(prefix="pagewire-agents-") as folder:
+        for name, own in pressures(load_of(given), given.swap_space, Path(folder)).items():
+            found[name] = load = load_of(given)
+            with own_server(given.model, [*own, *options]) as url:
+                seconds = asyncio.run(measure(url, load))
+                print(table(name, load, seconds), asyncio.run(counted(url)), sep="\n", flush=True)
+    return found
+
+
+def answers(load: Load) -> dict[tuple[int, int], str]:
+    """The texts of all turns, by agent and number."""
+    return {(turn.agent, turn.number): turn.text for turn in load.turns}
 
 
 # ---------------------------------------------------------------- tokenization
@@ -231,7 +300,23 @@ def tokenization(model: str) -> None:
     )
 
 
-def main() -> None:
+def load_of(given: argparse.Namespace) -> Load:
+    """What each agent does, by the arguments."""
+    system = text_of(given.tokens / given.turns / 2, CHARS_PER_TOKEN, f"system{given.seed}")
+    return Load(
+        given.model,
+        given.agents,
+        given.turns,
+        given.tokens,
+        given.max_tokens,
+        given.think,
+        given.tools,
+        given.seed,
+        system,
+    )
+
+
+def main() -> int:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -248,38 +333,36 @@ def main() -> None:
         "--seed", type=int, default=0, help="with another one, nothing is cached of an earlier run"
     )
     parser.add_argument("--out", type=Path, help="JSON with every turn")
+    parser.add_argument(
+        "--pressure", action="store_true", help="with half the KV blocks, with and without tiers"
+    )
+    parser.add_argument("--swap-space", type=float, default=4.0, metavar="GIB", help="with --pressure")
     parser.add_argument("--tokenization", metavar="MODEL")
     given, options = parser.parse_known_args()
     if given.tokenization:
         tokenization(given.tokenization)
-        return
-    found: dict[str, Any] = {}
+        return 0
+    found: dict[str, Load] = {}
 
     def run(name: str, url: str) -> None:
-        load = Load(
-            given.model,
-            given.agents,
-            given.turns,
-            given.tokens,
-            given.max_tokens,
-            given.think,
-            given.tools,
-            given.seed,
-            text_of(given.tokens / given.turns / 2, CHARS_PER_TOKEN, f"system{given.seed}"),
-        )
+        load = found[name] = load_of(given)
         seconds = asyncio.run(measure(url.rstrip("/"), load))
         print(table(name, load, seconds), flush=True)
-        found[name] = [asdict(turn) for turn in load.turns]
 
     for server in given.server:
         name, _, url = server.partition("=")
         run(name, url)
-    if not given.server:
+    if given.pressure:
+        found |= under_pressure(given, options)
+    elif not given.server:
         with own_server(given.model, options) as url:
             run("pagewire", url)
     if given.out:
-        given.out.write_bytes(msgspec.json.encode(found))
+        turns = {name: [asdict(turn) for turn in load.turns] for name, load in found.items()}
+        given.out.write_bytes(msgspec.json.encode(turns))
+    texts = [answers(load) for load in found.values()]
+    return int(given.pressure and any(text != texts[0] for text in texts))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -213,5 +213,8 @@ class EngineWiring:
         if config.tier is not None:
             block_bytes, state_bytes = ready.bytes_per_block, ready.bytes_per_state
             attached = host.clients.attached
-            places = TierPlaces(config.tier, block_bytes, state_bytes, self._peers, attached, host.wake)
+            preemption = config.args.resolved_preemption()
+            places = TierPlaces(
+                config.tier, block_bytes, state_bytes, self._peers, attached, host.wake, preemption
+            )
         return open_scheduler(limits, waiting, speculation, present, promises, host.worker, places)

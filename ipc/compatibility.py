@@ -257,22 +257,10 @@ OPTIONS: Mapping[str, Absent] = {
         "default sampling parameters are those of the model's generation_config.json",
         "give SamplingParams, or the fields of a request",
     ),
-    "preemption_mode": Absent(
-        "preempted sequences are recomputed",
-        "their blocks that are still cached are not computed again",
-        silent=("recompute",),
-        warned=("swap",),
-    ),
     "scheduler_delay_factor": Absent(
         "a step ends in time while requests wait for a token, however long the prompts are that it computes",
         "max_step_ms is that time, and max_num_batched_tokens the most tokens of a step",
         silent=(0,),
-        warned=int | float,
-    ),
-    "swap_space": Absent(
-        "preempted sequences are recomputed, never swapped",
-        "their blocks that are still cached are not computed again",
-        silent=(0, 4),
         warned=int | float,
     ),
     "task": Absent("it is two options", "runner='pooling' and convert='embed', for one", silent=("auto",)),
@@ -625,7 +613,8 @@ VARIABLES: Mapping[str, Absent] = {
 
 FOUNDATIONS: Mapping[str, Absent] = {
     "Block copy kernels (copy_blocks, swap_blocks)": Absent(
-        "sequences share only full blocks of the KV cache, which nothing writes again, so none is copied",
+        "sequences share only full blocks of the KV cache, which nothing writes again, so none is copied within "
+        "it; copies to the swap space need no kernel of their own",
         "nothing is to be set",
     ),
     "CUDA 11": Absent("NVRTC and CuPy are those of CUDA 12 and 13", "install pagewire[cuda12] or [cuda13]"),

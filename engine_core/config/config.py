@@ -194,7 +194,7 @@ class EngineConfig:
 
     @property
     def tier(self) -> TierConfig | None:
-        """Where KV blocks are kept on disk; None if nowhere."""
+        """Where KV blocks are kept beside the KV cache; None if nowhere."""
         return self.args.resolved_tier()
 
     def adapter_limits(self, ready: Ready) -> AdapterLimits | None:

@@ -166,10 +166,10 @@ class PreemptionWarnings:
         new = num_preemptions - self._num_known
         self._num_known, self._next = num_preemptions, now + PREEMPTION_WARNING_SECONDS
         return (
-            f"{new} preemptions for lack of KV cache ({num_preemptions} since the start): these sequences are "
-            "computed again, which takes time; give the cache more memory by --gpu-memory-utilization or "
-            "--kv-cache-memory-bytes, divide the model among more devices by --tensor-parallel-size, or run fewer "
-            "sequences at a time by --max-num-seqs"
+            f"{new} preemptions for lack of KV cache ({num_preemptions} since the start): what the cache loses of "
+            "these sequences is computed again, or copied back with --swap-space, which takes time; give the cache "
+            "more memory by --gpu-memory-utilization or --kv-cache-memory-bytes, divide the model among more "
+            "devices by --tensor-parallel-size, or run fewer sequences at a time by --max-num-seqs"
         )
 
 
@@ -380,19 +380,24 @@ def states(core: MeasuredEngine) -> Iterator[Row]:
     num_running, num_waiting = num_requests(core)
     yield gauge("vllm:num_requests_running", "Requests of which a sequence is running.", num_running)
     yield gauge("vllm:num_requests_waiting", "Requests of which no sequence is running.", num_waiting)
-    text = "Requests that wait while a prefix is read from disk; 0 without kv_cache_dir."
+    text = (
+        "Requests of which no sequence is running: preempted ones with KV blocks in the swap space or on disk "
+        "alone, and those that wait while a prefix comes from there or from another core."
+    )
     yield gauge("vllm:num_requests_swapped", text, num_swapped(core))
     yield gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means 100 percent.", usage)
     text = "Same as kv_cache_usage_perc (older name), on any device."
     yield gauge("vllm:gpu_cache_usage_perc", text, usage)
     text = (
-        "Share of kv_cache_disk that this model's blocks take; 1 means 100 percent; 0 without kv_cache_dir."
+        "Share of swap_space in use; without any, the share of kv_cache_disk that blocks of this model take; 1 "
+        "means 100 percent; 0 without both."
     )
     yield gauge("vllm:cpu_cache_usage_perc", text, tier_usage(core))
     text = "Share of prompt tokens found in the prefix cache since the core started, on any device."
     yield gauge("vllm:gpu_prefix_cache_hit_rate", text, hits)
     text = (
-        "Share of prompt tokens found in the prefix cache that were read from disk; 0 without kv_cache_dir."
+        "Share of prompt tokens that came from the swap space or from disk when their request ran first; 0 without "
+        "both."
     )
     yield gauge("vllm:cpu_prefix_cache_hit_rate", text, tier_hit_rate(core))
     text = "tokens per second, averaged over the last log_stats_interval."
@@ -409,7 +414,7 @@ def states(core: MeasuredEngine) -> Iterator[Row]:
 def counts(core: MeasuredEngine) -> Iterator[Row]:
     """Counters since the core started."""
     stats = core.scheduler.stats
-    text = "Number of times a running sequence was put back in the queue, to be recomputed later."
+    text = "Number of times a running sequence was put back in the queue, to be resumed later."
     yield counter("vllm:num_preemptions_total", text, stats.num_preemptions)
     text = "Prompt tokens computed, not counting those found in the prefix cache."
     yield counter("vllm:prompt_tokens_total", text, stats.num_prompt_tokens)
@@ -585,12 +590,32 @@ def media(core: MeasuredEngine) -> Iterator[Row]:
 
 
 def tier(core: MeasuredEngine) -> Iterator[Row]:
-    """What is kept of KV blocks on disk, and what goes between cores; nothing where there are none."""
+    """What is kept of KV blocks beside the KV cache, and what goes between cores; nothing where there are none."""
     if core.tier is None:
         return
+    if core.tier.swaps:
+        yield from blocks_in_swap_space(core.tier)
     if core.tier.keeps:
         yield from blocks_on_disk(core.tier)
     yield from blocks_of_peers(core.tier)
+
+
+def blocks_in_swap_space(tier: ColdTier) -> Iterator[Row]:
+    """What is kept of KV blocks in host memory, and what becomes of it."""
+    report, reads = tier.report, tier.reads
+    text = "KV blocks and states in the swap space (swap_space)."
+    yield gauge("pagewire:swap_blocks", text, len(reads.swap))
+    text = (
+        "KV blocks and states by what became of them, since the core's start: out (copied to the swap space), back "
+        "(copied from there), hit (blocks of which a sequence found the content after that)."
+    )
+    events = {"out": reads.swap.num_out, "back": reads.swap.num_back, "hit": reads.num_swap_hits}
+    for event, number in events.items():
+        yield counter("pagewire:swap_blocks_total", text, number, {"event": event})
+    text = "Bytes that were copied from the swap space, and were timed, since the worker's start."
+    yield counter("pagewire:swap_bytes_total", text, report.bytes_swapped)
+    text = "Time that copying from the swap space took."
+    yield counter("pagewire:swap_seconds_total", text, report.swap_seconds)
 
 
 def blocks_on_disk(tier: ColdTier) -> Iterator[Row]:
@@ -719,27 +744,33 @@ def hit_rate(stats: SchedulerStats) -> float:
 
 
 def num_swapped(core: MeasuredEngine) -> int:
-    """How many requests have a sequence that waits for a prefix from a cold tier, and none that runs."""
+    """How many requests have no sequence that runs, and one that a cold tier has a part of, see `states`."""
     if core.tier is None:
         return 0
+    reads, scheduler = core.tier.reads, core.scheduler
     running = {(sequence.client, sequence.key) for sequence in core.scheduler.running}
-    held = {(sequence.client, sequence.key) for sequence in core.tier.reads.held if not sequence.finished}
-    return len(held - running)
+    held = [sequence for sequence in reads.held if not sequence.finished]
+    away = [sequence for sequence in scheduler.waiting if reads.is_away(sequence, scheduler.kv)]
+    return len({(sequence.client, sequence.key) for sequence in held + away} - running)
 
 
 def tier_usage(core: MeasuredEngine) -> float:
-    """Fraction of the room on disk that blocks of this model take, 0 to 1; 0 where there is none on disk."""
-    if core.tier is None or core.config.tier is None or not core.config.tier.num_bytes:
+    """Fraction of the swap space that is used, or without any of the room on disk, 0 to 1; 0 without both."""
+    if core.tier is None:
+        return 0.0
+    if core.tier.swaps:
+        return core.tier.reads.swap.usage
+    if core.config.tier is None or not core.config.tier.num_bytes:
         return 0.0
     return core.tier.report.num_bytes / core.config.tier.num_bytes
 
 
 def tier_hit_rate(core: MeasuredEngine) -> float:
-    """Fraction of the tokens looked up in the prefix cache that were there because they were read from disk."""
+    """Fraction of the tokens looked up in the prefix cache that were there as they came from swap space or disk."""
     if core.tier is None:
         return 0.0
-    num_tokens = core.tier.reads.num_hits * core.scheduler.config.block_size
-    # What a preempted sequence reads again counts, but not that it looks its tokens up again.
+    num_tokens = core.tier.reads.num_first_hits * core.scheduler.config.block_size
+    # Several may have waited for a read, and a read may end after its sequence was aborted.
     return min(1.0, num_tokens / max(1, core.scheduler.stats.num_prefix_queries))
 
 

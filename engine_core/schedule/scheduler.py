@@ -153,9 +153,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight")
         if self.in_flight and self.speculation.waits(self.in_flight[-1], self.running, len(self.waiting)):
             return None
-        # Others would hold up the trial of a suspect, and the trial all that wait, until the last of their tokens.
-        is_due = self.waiting.suspects and not any(sequence.suspect for sequence in self.running)
-        if is_due and not self.preempt_all():
+        if self.sequences.trial_is_due and not self.preempt_all():
             return None
         step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
         step.late = not self.in_flight and self.config.depth > 1

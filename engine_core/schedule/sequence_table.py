@@ -114,6 +114,14 @@ class SequenceTable:
             self._stats.num_prefix_hits += sequence.computed
         self.waiting.started(sequence, num_charged)
 
+    @property
+    def trial_is_due(self) -> bool:
+        """True if a suspect waits and none is on trial.
+
+        Nobody is admitted until it is over, so it does not wait for the last tokens of those that run either.
+        """
+        return bool(self.waiting.suspects) and not any(sequence.suspect for sequence in self.running)
+
     def make_room(self, sequence: Sequence, num_blocks: int) -> bool:
         """Free blocks for a running sequence by preempting others.
 

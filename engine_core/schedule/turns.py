@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias
 
 from pagewire.engine_core.schedule.attachments import Tenant
@@ -23,6 +23,9 @@ class TurnQueue(Protocol):
     suspects: list[Sequence]
 
     def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All that wait, in no order."""
 
     def num_before(self, tenant: Tenant) -> int:
         """How full the queue is for a tenant: if full for others, it still has an equal share of the room."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from pagewire.engine_core.schedule.attachments import Tenant
@@ -38,6 +38,12 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return self._num_live + len(self.suspects)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All that wait, in no order."""
+        yield from self.suspects
+        for heap in self._heaps.values():
+            yield from (entry[-1] for entry in heap if entry[-1].state is State.WAITING)
 
     def num_before(self, tenant: Tenant) -> int:
         """How full the queue is for a tenant: if full for others, it still has an equal share of the room."""

@@ -8,15 +8,15 @@ RETRY = 16  # one of so many prefixes that would be computed is read all the sam
 
 
 class ReadCosts:
-    """Running means of what a token of a prompt takes to compute, and a byte to read from disk or to fetch from
-    another core, in seconds; 0: unknown.
+    """Running means of what a token of a prompt takes to compute, and a byte to read from disk, to fetch from
+    another core, or to copy from the swap space, in seconds; 0: unknown.
 
     block_size: tokens of a block. block_bytes, state_bytes: of a block, and of the states behind one, if the model
     keeps any.
     """
 
     def __init__(self, block_size: int, block_bytes: int = 1, state_bytes: int = 0) -> None:
-        self.compute_seconds = self.read_seconds = self.fetch_seconds = 0.0
+        self.compute_seconds = self.read_seconds = self.fetch_seconds = self.swap_seconds = 0.0
         self._block_size, self._num_declined = block_size, 0
         self._block_bytes, self._state_bytes = block_bytes, state_bytes
 
@@ -35,6 +35,11 @@ class ReadCosts:
         if num_bytes:
             self.fetch_seconds = mean(self.fetch_seconds, seconds / num_bytes)
 
+    def measure_swap(self, num_bytes: int, seconds: float) -> None:
+        """Take the time that bytes took to be copied from the swap space into account."""
+        if num_bytes:
+            self.swap_seconds = mean(self.swap_seconds, seconds / num_bytes)
+
     def bytes_of(self, state: bool) -> int:
         """Bytes of a block, or of the states behind one."""
         return self._state_bytes if state else self._block_bytes
@@ -47,17 +52,27 @@ class ReadCosts:
         """True if a prefix lacks enough blocks for other cores to be asked for them. num_blocks: that it lacks."""
         return num_blocks >= MIN_BLOCKS
 
-    def reads(self, num_blocks: int, num_saved: int, *, state: bool = False, num_fetched: int = 0) -> bool:
+    def reads(
+        self,
+        num_blocks: int,
+        num_saved: int,
+        *,
+        state: bool = False,
+        num_fetched: int = 0,
+        num_swapped: int = 0,
+    ) -> bool:
         """True if a part of a prefix is to be read.
 
         num_blocks: of it, in the tiers alone; state: the states behind it, too. num_fetched: of these blocks and
-        states, those that other cores have. num_saved: blocks that need not be computed then.
+        states, those that other cores have. num_swapped: those in the swap space.
+        num_saved: blocks that need not be computed then.
         """
         if num_saved < MIN_BLOCKS:
             return False
         num_bytes = num_blocks * self._block_bytes + (self._state_bytes if state else 0)
-        share = num_fetched / (num_blocks + state) if num_fetched else 0.0
-        seconds = num_bytes * (share * self.fetch_seconds + (1 - share) * self.read_seconds)
+        fetched, swapped = (number / (num_blocks + state) for number in (num_fetched, num_swapped))
+        each = fetched * self.fetch_seconds + swapped * self.swap_seconds
+        seconds = num_bytes * (each + (1 - fetched - swapped) * self.read_seconds)
         compute_seconds = self.compute(num_saved)
         if not compute_seconds or seconds < compute_seconds:
             return True

@@ -14,7 +14,7 @@ from pagewire.engine_core.tiers.costs import ReadCosts
 from pagewire.engine_core.tiers.lending import BlockLending
 from pagewire.engine_core.tiers.peer_links import PeerLinks
 from pagewire.engine_core.tiers.peer_tier import PeerTier
-from pagewire.engine_core.tiers.reads import PrefixReads
+from pagewire.engine_core.tiers.reads import Preemption, PrefixReads
 from pagewire.engine_core.tiers.tier import ColdTier
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc.wire.tier_messages import TierConfig
@@ -27,6 +27,7 @@ class TierPlaces:
     config: those of the workers. block_bytes, state_bytes: of a KV block, and of a state slot.
     peers: the other cores; None: there are none. attached: the connections to this core.
     wake: interrupts the wait of the core's loop.
+    preemption: see `PrefixReads`.
     """
 
     config: TierConfig
@@ -35,6 +36,7 @@ class TierPlaces:
     peers: PeerLinks | None
     attached: Container[bytes]
     wake: Callable[[], None]
+    preemption: Preemption
 
 
 def open_scheduler(
@@ -51,7 +53,8 @@ def open_scheduler(
         return Scheduler(config, waiting, speculation, groups=groups, retained=promises), None
     block_bytes, state_bytes = places.block_bytes, places.state_bytes
     costs = ReadCosts(config.block_size, block_bytes, state_bytes)
-    reads = PrefixReads(costs)
+    keeps = bool(places.config.folder)
+    reads = PrefixReads(costs, on_disk=keeps, preemption=places.preemption)
     scheduler = Scheduler(config, waiting, speculation, reads, groups, promises)
     peers = lending = None
     if places.peers is not None:
@@ -65,7 +68,8 @@ def open_scheduler(
         worker,
         block_bytes,
         state_bytes,
-        keeps=bool(places.config.folder),
+        keeps=keeps,
+        swaps=places.config.swap_bytes > 0,
         peers=peers,
         lending=lending,
     )

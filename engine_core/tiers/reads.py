@@ -7,31 +7,41 @@ are admitted and run meanwhile. The blocks that are read into, and those before 
 to the read. They get names once their content is there, and are then like any cached block that no sequence uses.
 If the model keeps states, those behind the prefix are read with it.
 
-What is on disk is read in one part, what other cores have in parts of limited size; a read ends with its last part.
+What is in the swap space or on disk is read in one part, what other cores have in parts of limited size; a read
+ends with its last part.
+
+A preempted sequence comes back on the same road, for the blocks of its output have names, too. Its last block,
+which is not full, is computed anew by the step that resumes it: that has to run a token in any case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from pagewire.engine_core.schedule.blocks import Block, BlockPool, EvictedBlock
 from pagewire.engine_core.schedule.kv_cache import KVCache, prefix_names
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.states.state_slots import StateSlots
+from pagewire.engine_core.tiers.cold_names import ColdNames, FoundPrefix
 from pagewire.engine_core.tiers.costs import ReadCosts
 from pagewire.engine_core.tiers.peer_names import PeerNames
+from pagewire.engine_core.tiers.swap import SwapSpace
 from pagewire.ipc.wire.tier_messages import (
     PART_BYTES,
     BlockBack,
     BlockOut,
     BlocksMoved,
     MoveBlocks,
+    SwapCopy,
     state_name,
 )
 
 READ_SECONDS = 30.0  # that a sequence waits for its prefix at most; then it is computed
 FETCH_SECONDS = 5.0  # of these, if other cores have a part of it, and computing takes less
+
+Preemption: TypeAlias = Literal["auto", "swap", "recompute"]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +65,8 @@ class PrefixRead:
     cached: its blocks that were cached. blocks: those that are read, by their index in it.
     states: the slot of its states, if the model keeps any. end: number of blocks before these.
     reads_states: they are read; else they were cached.
-    on_disk, fetched: its parts. num_parts: those that have not ended. missing: what could not be read.
+    copies: of what is in the swap space, from `places`, which keep it until then. on_disk, fetched: the rest.
+    num_parts: those that have not ended. missing: what could not be read.
     waiting: sequences that are held until it ends.
     found: False: what its blocks hold is no longer what it was.
     seconds: that its sequences wait for it. since: when it was sent, in seconds; None: it was not sent yet.
@@ -69,6 +80,8 @@ class PrefixRead:
     states: Block | None = None
     end: int = 0
     reads_states: bool = False
+    copies: list[SwapCopy] = field(default_factory=list)
+    places: list[Block] = field(default_factory=list)
     on_disk: list[BlockBack] = field(default_factory=list)
     fetched: list[FetchedPart] = field(default_factory=list)
     num_parts: int = 0
@@ -97,45 +110,34 @@ class PrefixRead:
         return self.found and self.sequence.block_names[: self.end] == self.names
 
 
-@dataclass(slots=True, eq=False)
-class FoundPrefix:
-    """The longest prefix of a sequence in cache and tiers, of `end` blocks.
-
-    cached: its blocks that are cached. missing: indices of those that are in the tiers alone.
-    states: those behind it, if the model keeps any and they are cached. reads_states: they are in the tier alone.
-    """
-
-    end: int
-    cached: list[Block] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
-    states: Block | None = None
-    reads_states: bool = False
-
-    def names_in_tier(self, sequence: Sequence) -> list[bytes]:
-        """The names of all that is in the tier alone."""
-        names = [sequence.block_names[index] for index in self.missing]
-        return names + [state_name(sequence.block_names[self.end - 1])] if self.reads_states else names
-
-    def has_room(self, kv: KVCache) -> bool:
-        """True if there is a slot for its states, beside that of the sequence."""
-        slots = kv.group(StateSlots)
-        return slots is None or not self.reads_states or slots.pool.num_free >= 2
-
-
 class PrefixReads:
     """The names in the cold tiers, and what is being read of them; a `ColdPrefixes` of the scheduler.
 
+    costs: decide whether a prefix is read.
+    on_disk: what is evicted goes to disk. preemption: "auto" if preempted sequences are read by cost, too; "swap"
+    if always, "recompute" if never.
+
     Attributes:
         names: of the blocks on disk, and of states there (`state_name`). peers: those of other cores.
-        num_hits, num_peer_hits: blocks that were read from disk, or came from other cores, and were then found,
-            since the core started.
+        swap: the swap space, which has no places unless it is opened.
+        num_hits, num_peer_hits, num_swap_hits: blocks that were read from disk, came from other cores, or from the
+            swap space, and were then found, since the core started.
+        num_first_hits: of those from here (disk and swap space), those of sequences that had not run before.
     """
 
-    def __init__(self, costs: ReadCosts) -> None:
+    def __init__(
+        self,
+        costs: ReadCosts,
+        *,
+        on_disk: bool = True,
+        preemption: Preemption = "auto",
+    ) -> None:
         self.names: set[bytes] = set()
         self.peers = PeerNames()
-        self.num_hits = self.num_peer_hits = 0
-        self._costs = costs
+        self.swap = SwapSpace()
+        self._cold = ColdNames(self.names, self.swap, self.peers)
+        self.num_hits = self.num_peer_hits = self.num_swap_hits = self.num_first_hits = 0
+        self._costs, self._on_disk, self._preemption = costs, on_disk, preemption
         self._reads: dict[int, PrefixRead] = {}
         self._parts: dict[int, PrefixRead] = {}  # by the number of a part
         self._unsent: list[PrefixRead] = []
@@ -155,17 +157,24 @@ class PrefixReads:
             yield from read.waiting
         yield from self.peers.held
 
+    def is_away(self, sequence: Sequence, kv: KVCache) -> bool:
+        """True if a sequence that waits has run before, and has blocks in the swap space or on disk alone."""
+        if not has_run(sequence):
+            return False
+        return any(kv.pool.find(name) is None and self._cold.has(name) for name in sequence.block_names)
+
     # ------------------------------------------------------------ as the scheduler sees it
 
     def delays(self, sequence: Sequence, kv: KVCache, watermark: int) -> bool:
         """True if a sequence is to wait, because a part of its prefix is being read from now on."""
-        if sequence.was_read:
+        if sequence.was_read or (self._preemption == "recompute" and has_run(sequence)):
             return False
         if self._asks(sequence, kv, watermark):
             return True
         if self.peers.places and self._waits_for_read(sequence, kv, watermark, peers=True):
             return True
-        return bool(self.names or self._reading) and self._waits_for_read(sequence, kv, watermark)
+        is_any = bool(self.names or len(self.swap) or self._reading)
+        return is_any and self._waits_for_read(sequence, kv, watermark)
 
     def _asks(self, sequence: Sequence, kv: KVCache, watermark: int) -> bool:
         """True if a sequence is to wait, because other cores are asked which of its blocks they have."""
@@ -173,7 +182,7 @@ class PrefixReads:
         if not names or self.peers.is_known(names[-1]):
             return False
         slots = kv.group(StateSlots)
-        unknown = [name for name in names if not self._is_there(name, kv, peers=True)]
+        unknown = [name for name in names if not self._cold.is_there(name, kv, peers=True)]
         if not self._costs.asks(len(unknown)) or not kv.fits(sequence, watermark):
             return False
         states = [] if slots is None else [state_name(name) for name in names]
@@ -184,7 +193,7 @@ class PrefixReads:
         self, sequence: Sequence, kv: KVCache, watermark: int, *, peers: bool = False
     ) -> bool:
         """True if a sequence is to wait for a read. peers: also of blocks that other cores have."""
-        found = self._prefix(sequence, kv, peers)
+        found = self._cold.prefix(sequence, kv, peers=peers)
         if not found.missing and not found.reads_states:
             return False
         names = found.names_in_tier(sequence)
@@ -192,47 +201,30 @@ class PrefixReads:
             num_saved = found.end - len(kv.cached_prefix(sequence))
             if not (kv.fits(sequence, watermark) and found.has_room(kv)):
                 return False
-            num_fetched = sum(name not in self.names for name in names)
-            state = found.reads_states
-            if not self._costs.reads(len(found.missing), num_saved, state=state, num_fetched=num_fetched):
+            if not self._is_worth_it(sequence, found, names, num_saved):
                 return False
             read = self._begin(sequence, kv, found)
         read.waiting.append(sequence)
         return True
 
-    def _prefix(self, sequence: Sequence, kv: KVCache, peers: bool) -> FoundPrefix:
-        """The longest prefix in cache and tiers; with the states behind it, if the model keeps any."""
-        slots = kv.group(StateSlots)
-        names = prefix_names(sequence, kv.block_size)
-        count = next((i for i, name in enumerate(names) if not self._is_there(name, kv, peers)), len(names))
-        end = sequence.prefix_end(count * kv.block_size, kv.block_size) // kv.block_size
-        if slots is not None:
-            end = self._last_states(sequence, end, kv, slots, peers)
-        found = FoundPrefix(end)
-        for index, name in enumerate(names[:end]):
-            if (block := kv.pool.find(name)) is None:
-                found.missing.append(index)
-            else:
-                found.cached.append(block)
-        if slots is not None and end:
-            found.states = slots.pool.find(names[end - 1])
-            found.reads_states = found.states is None
-        return found
+    def _is_worth_it(
+        self, sequence: Sequence, found: FoundPrefix, names: list[bytes], num_saved: int
+    ) -> bool:
+        """True if a prefix is to be read.
 
-    def _is_there(self, name: bytes, kv: KVCache, peers: bool) -> bool:
-        return kv.pool.find(name) is not None or self._is_cold(name, peers)
-
-    def _is_cold(self, name: bytes, peers: bool) -> bool:
-        return name in self.names or (peers and self.peers.has(name))
-
-    def _last_states(self, sequence: Sequence, end: int, kv: KVCache, states: StateSlots, peers: bool) -> int:
-        """The last of the first `end` blocks behind which there are states, and a prefix may end; 0: none."""
-        for count in range(end, 0, -1):
-            name, num_tokens = sequence.block_names[count - 1], count * kv.block_size
-            is_there = name in states.pool.named or self._is_cold(state_name(name), peers)
-            if is_there and sequence.prefix_end(num_tokens, kv.block_size) == num_tokens:
-                return count
-        return 0
+        names: of what is in the tiers alone. num_saved: blocks that need not be computed then.
+        """
+        if self._preemption == "swap" and has_run(sequence):
+            return num_saved > 0
+        num_swapped = sum(name in self.swap for name in names)
+        num_fetched = sum(name not in self.swap and name not in self.names for name in names)
+        return self._costs.reads(
+            len(found.missing),
+            num_saved,
+            state=found.reads_states,
+            num_fetched=num_fetched,
+            num_swapped=num_swapped,
+        )
 
     def _begin(self, sequence: Sequence, kv: KVCache, found: FoundPrefix) -> PrefixRead:
         """Take the blocks for a read, of which the cached ones must not be evicted meanwhile."""
@@ -263,6 +255,11 @@ class PrefixReads:
         """Divide a read into its parts."""
         last: FetchedPart | None = None
         for back in read.backs:
+            if back.name in self.swap:
+                copy, place = self.swap.pin(back)
+                read.copies.append(copy)
+                read.places.append(place)
+                continue
             if back.name in self.names:
                 read.on_disk.append(back)
                 continue
@@ -274,7 +271,8 @@ class PrefixReads:
             last.num_bytes += num_bytes
         if read.fetched and (seconds := self._costs.compute(len(read.blocks))):
             read.seconds = min(max(seconds, FETCH_SECONDS), READ_SECONDS)
-        numbers = [part.number for part in read.fetched] + ([read.number] if read.on_disk else [])
+        is_here = bool(read.copies or read.on_disk)
+        numbers = [part.number for part in read.fetched] + ([read.number] if is_here else [])
         read.num_parts = len(numbers)
         self._parts |= dict.fromkeys(numbers, read)
 
@@ -282,26 +280,29 @@ class PrefixReads:
         """What is being read shall not be found: all names of the KV cache are dropped."""
         for read in self._reads.values():
             read.found = False
+        self.swap.forget()
         self.peers.forget()
 
     # ------------------------------------------------------------ what is moved
 
     def take_moves(self, kv: KVCache, now: float) -> list[MoveBlocks]:
         """What the workers are to move before the next plan: what was evicted goes out before anything comes in."""
-        slots = kv.group(StateSlots)
-        out = [BlockOut(*block) for block in take_evicted(kv.pool) if block.name not in self.names]
-        for slot in take_evicted(slots.pool) if slots is not None else ():
-            if (name := state_name(slot.name)) not in self.names:
-                out.append(BlockOut(slot.block_id, name, slot.parent, True))
-        messages = [MoveBlocks(read.number, back=read.on_disk) for read in self._unsent if read.on_disk]
+        evicted = take_evicted(kv)
+        out = [block for block in evicted if self._on_disk and block.name not in self.names]
+        swap_out = [copy for block in evicted if (copy := self.swap.take(block)) is not None]
+        messages = [
+            MoveBlocks(read.number, back=read.on_disk, swap_back=read.copies)
+            for read in self._unsent
+            if read.on_disk or read.copies
+        ]
         for read in self._unsent:
             read.since = now
             self._unsent_parts += read.fetched
         self._unsent = []
-        if out and not messages:
+        if (out or swap_out) and not messages:
             messages = [MoveBlocks()]
-        if out:
-            messages[0].out = out
+        if messages:
+            messages[0].out, messages[0].swap_out = out, swap_out
         return messages
 
     def take_parts(self) -> list[FetchedPart]:
@@ -325,19 +326,30 @@ class PrefixReads:
             return []
         del self._reads[read.number]
         missing, names, is_found = read.missing, read.names, read.is_found
-        fetched = {block.name for part in read.fetched for block in part.blocks}
         for index, block in read.blocks.items():
             self._reading.pop(names[index], None)
             if names[index] not in missing and is_found:
                 kv.name(block, read.sequence, index)
-                self.num_peer_hits += names[index] in fetched
-                self.num_hits += names[index] not in fetched
+        self.swap.num_back += len(read.copies)
+        if is_found:
+            self._count_hits(read)
         if read.reads_states and read.states is not None and slots is not None:
             self._reading.pop(read.state_name, None)
             if read.state_name not in missing and is_found:
                 slots.pool.register(read.states, names[read.end - 1])
-        give_back(read, kv)
+        self._give_back(read, kv)
         return self._waiting_for(read)
+
+    def _count_hits(self, read: PrefixRead) -> None:
+        """Count the blocks of a read that is over by where they came from; states are none."""
+        blocks = {read.names[index] for index in read.blocks} - read.missing
+        fetched = {block.name for part in read.fetched for block in part.blocks} & blocks
+        on_disk = {block.name for block in read.on_disk} & blocks
+        self.num_peer_hits += len(fetched)
+        self.num_hits += len(on_disk)
+        self.num_swap_hits += len(blocks) - len(fetched) - len(on_disk)
+        if not has_run(read.sequence):
+            self.num_first_hits += len(blocks) - len(fetched)
 
     def _lose_names(self, read: PrefixRead, moved: BlocksMoved) -> None:
         """Forget that what is missing was on disk, or with the core that was asked for it."""
@@ -366,7 +378,7 @@ class PrefixReads:
         """End all reads, because the workers are lost, and forget all names. Returns the sequences that waited."""
         sequences = []
         for read in self._reads.values():
-            give_back(read, kv)
+            self._give_back(read, kv)
             sequences += read.waiting
         sequences += self.peers.end_all()
         self.peers.forget_asked()
@@ -376,18 +388,33 @@ class PrefixReads:
         self._unsent.clear()
         self._unsent_parts.clear()
         self.names.clear()
+        self.swap.forget()
         return sequences
 
+    def _give_back(self, read: PrefixRead, kv: KVCache) -> None:
+        """Free what a read has held."""
+        slots = kv.group(StateSlots)
+        kv.pool.free(reversed([*read.cached, *read.blocks.values()]))
+        if read.states is not None and slots is not None:
+            slots.pool.free([read.states])
+        self.swap.unpin(read.copies, read.places)
 
-def give_back(read: PrefixRead, kv: KVCache) -> None:
-    """Free what a read has held."""
+
+def has_run(sequence: Sequence) -> bool:
+    """True if a sequence that waits has run before: it was preempted, or its workers were lost."""
+    return sequence.num_cached_tokens is not None
+
+
+def take_evicted(kv: KVCache) -> list[BlockOut]:
+    """What the caches have evicted since the last call: blocks, then states."""
     slots = kv.group(StateSlots)
-    kv.pool.free(reversed([*read.cached, *read.blocks.values()]))
-    if read.states is not None and slots is not None:
-        slots.pool.free([read.states])
+    out = [BlockOut(*block) for block in drained(kv.pool)]
+    for slot in drained(slots.pool) if slots is not None else ():
+        out.append(BlockOut(slot.block_id, state_name(slot.name), slot.parent, True))
+    return out
 
 
-def take_evicted(pool: BlockPool) -> list[EvictedBlock]:
+def drained(pool: BlockPool) -> list[EvictedBlock]:
     """What a pool has evicted since the last call."""
     evicted = list(pool.evicted or ())
     if pool.evicted is not None:

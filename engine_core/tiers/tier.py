@@ -39,10 +39,11 @@ class ColdTier(Wing):
     """Keeps the cold tiers in step with the scheduler and the workers.
 
     reads: of the scheduler. costs: those that `reads` decides by.
-    block_bytes, state_bytes: of a KV block, and of a state slot. keeps: there is one on disk.
+    block_bytes, state_bytes: of a KV block, and of a state slot.
+    keeps, swaps: there is one on disk, and swap space.
 
     Attributes:
-        report: the last that the workers have sent. keeps: as given.
+        report: the last that the workers have sent. keeps, swaps: as given.
         peers, lending: blocks of other cores, and for them; None: there are none.
     """
 
@@ -56,16 +57,17 @@ class ColdTier(Wing):
         state_bytes: int = 0,
         *,
         keeps: bool = True,
+        swaps: bool = False,
         peers: PeerTier | None = None,
         lending: BlockLending | None = None,
     ) -> None:
-        self.reads, self.report, self.keeps = reads, TierReport(), keeps
+        self.reads, self.report, self.keeps, self.swaps = reads, TierReport(), keeps, swaps
         self.peers, self.lending = peers, lending
         self._costs, self._scheduler, self._worker = costs, scheduler, worker
         self._block_bytes, self._state_bytes = block_bytes, state_bytes
         self._unsaved: Iterator[BlockOut] | None = None
         self._is_saved = False
-        if keeps:
+        if keeps or swaps:
             scheduler.kv.pool.evicted = []
             if (states := scheduler.kv.group(StateSlots)) is not None:
                 states.pool.evicted = []
@@ -88,7 +90,8 @@ class ColdTier(Wing):
         return True
 
     def worker_ready(self, ready: Ready) -> None:
-        """Learn what new workers have found in the tier."""
+        """Learn what new workers have found in the tiers: files on disk, and empty swap space."""
+        self.reads.swap.open(ready.num_swap_blocks, ready.num_swap_states)
         for report in ready.tier:
             self._take(report)
 
@@ -99,6 +102,9 @@ class ColdTier(Wing):
         if report.bytes_read > self.report.bytes_read:
             seconds = report.read_seconds - self.report.read_seconds
             self._costs.measure_read(report.bytes_read - self.report.bytes_read, seconds)
+        if report.bytes_swapped > self.report.bytes_swapped:
+            seconds = report.swap_seconds - self.report.swap_seconds
+            self._costs.measure_swap(report.bytes_swapped - self.report.bytes_swapped, seconds)
         self.report = report
         if self.peers is not None:
             self.peers.identify(report)

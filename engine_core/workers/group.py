@@ -396,6 +396,8 @@ def merged(readies: Sequence[Ready]) -> Ready:
         bytes_per_block=sum(ready.bytes_per_block for ready in readies),
         num_states=min((ready.num_states for ready in readies if ready.num_states), default=0),
         bytes_per_state=sum(ready.bytes_per_state for ready in readies),
+        num_swap_blocks=min(ready.num_swap_blocks for ready in readies),
+        num_swap_states=min(ready.num_swap_states for ready in readies),
         weight_bytes=sum(ready.weight_bytes for ready in readies),
         startup_seconds=combined(max, [ready.startup_seconds for ready in readies]),
         memory=combined(sum, [ready.memory for ready in readies]),

@@ -65,4 +65,6 @@ class GroupTierReports:
             bytes_read=over(sum, "bytes_read"),
             num_bytes=over(sum, "num_bytes"),
             read_seconds=max(report.read_seconds for report in self._latest),
+            bytes_swapped=over(sum, "bytes_swapped"),
+            swap_seconds=max(report.swap_seconds for report in self._latest),
         )

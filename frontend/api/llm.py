@@ -61,7 +61,7 @@ class LLM(OfflinePooling):
         tokenizer_revision: str | None = None,
         seed: int | None = None,
         gpu_memory_utilization: float = 0.9,
-        swap_space: float = 4,
+        swap_space: float | None = None,
         cpu_offload_gb: float = 0,
         enforce_eager: bool = False,
         disable_custom_all_reduce: bool = False,

@@ -32,8 +32,10 @@ class Stats(msgspec.Struct, frozen=True):
 
     Attributes:
         now: seconds since the epoch.
-        num_running_sys, num_waiting_sys: requests. num_swapped_sys: always 0, as nothing is swapped.
-        gpu_cache_usage_sys: share of KV blocks in use, on any device. cpu_cache_usage_sys: of the swap space, 0.
+        num_running_sys, num_waiting_sys: requests. num_swapped_sys: preempted ones with KV blocks in
+            swap_space or kv_cache_dir alone.
+        gpu_cache_usage_sys: share of KV blocks in use, on any device.
+        cpu_cache_usage_sys: share of swap_space in use, or else of kv_cache_disk.
         gpu_prefix_cache_hit_rate: share of prompt tokens found in the prefix cache since the engine's start.
         num_prompt_tokens_iter: prompt tokens computed. num_generation_tokens_iter: tokens generated.
         num_preemption_iter: sequences sent back to the queue.

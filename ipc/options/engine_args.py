@@ -224,19 +224,27 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         default = type(self).__dataclass_fields__["kv_cache_disk"].default
         if self.kv_cache_dir is None and self.kv_cache_disk != default:
             raise ValueError("kv_cache_disk needs kv_cache_dir")
+        if self.preemption_mode == "swap" and self.kv_cache_dir is None and not self.resolved_swap_bytes():
+            raise ValueError(
+                "preemption_mode='swap' needs swap_space or kv_cache_dir, which blocks are copied to"
+            )
         if tier is None:
             return
         if self.kv_cache_dir == "":
             raise ValueError("kv_cache_dir: the name of a folder expected")
         speculation = self.resolved_speculation()
-        reasons = {
+        drafts = "a model that proposes tokens"
+        outlives = {  # obstacles to blocks that other engines find, but not to swap space
             "enable_prefix_caching=False": not self.enable_prefix_caching,
             f"device={self.device!r}": self.device.startswith("cuda"),
-            "a model that proposes tokens": speculation is not None and not speculation.in_core,
             "worker_extension": self.worker_extension is not None,
             "trust_remote_code": self.trust_remote_code,
             "load_format='dummy'": self.load_format == "dummy",
         }
+        reasons = {drafts: speculation is not None and not speculation.in_core}
+        names = [name for name in ("kv_cache_dir", "kv_peers") if getattr(self, name) is not None]
+        if names:
+            reasons |= outlives
         if self.kv_peers is not None:
             self.resolved_kv_peers()
             if self.num_workers > 1:
@@ -245,7 +253,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
                     "parts do not go to other cores yet; cores of one machine can share a kv_cache_dir"
                 )
         if (obstacle := next((name for name, applies in reasons.items() if applies), None)) is not None:
-            name = "kv_peers" if self.kv_cache_dir is None else "kv_cache_dir"
+            name = names[0] if names else "swap_space"
             raise ValueError(f"{name} does not go with {obstacle}: {AGAINST_TIER[obstacle.split('=')[0]]}")
 
     def _check_parallel(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from pagewire.ipc.bounds import check_int
+from pagewire.ipc.bounds import check_int, check_number
 from pagewire.ipc.files.hub import IGNORED_FILES
 from pagewire.ipc.files.names import short_name
 from pagewire.ipc.models.own_code import ProcessorSource, processor_sources
@@ -27,6 +28,7 @@ KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 BACKENDS = ("mp", "ray", "join")
 MAX_PEERS = 32  # of a core: each is asked for every prompt
+SWAP_BYTES = 4 << 30  # of swap space where preemption_mode asks for some: vLLM's default
 
 
 # Groups give no objects of their own: without their methods, a frontend attaches 2 ms sooner.
@@ -348,6 +350,20 @@ class CacheOptions:
     kv_cache_disk: str = option(
         "20GiB", "KV cache", "the most that kv_cache_dir may hold, such as 500MiB or 20GiB"
     )
+    swap_space: float | None = option(
+        None,
+        "KV cache",
+        "host memory of each worker in GiB (pinned for a GPU) for KV blocks that the cache evicts, such as those "
+        "of preempted requests: they are copied back if that is quicker than computing; on a CPU, "
+        "kv_cache_memory_bytes makes more of the same memory (default: 0; 4 with preemption_mode swap)",
+    )
+    preemption_mode: Literal["auto", "swap", "recompute"] | None = option(
+        None,
+        "KV cache",
+        "how preempted requests get back what the cache has lost of them: swap, from swap_space or kv_cache_dir; "
+        "recompute, by computing it; auto: by what is quicker (default: auto)",
+        choices=("auto", "swap", "recompute"),
+    )
     kv_peers: str | None = option(
         None,
         "KV cache",
@@ -374,17 +390,33 @@ class CacheOptions:
             return model_dtype
         return DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
 
+    def resolved_preemption(self) -> Literal["auto", "swap", "recompute"]:
+        """How preempted sequences come back: by copying, computing, or what is quicker."""
+        return self.preemption_mode or "auto"
+
+    def resolved_swap_bytes(self) -> int:
+        """Bytes of swap space of each worker; 0: there is none.
+
+        Raises:
+            ValueError: a bad size.
+        """
+        if self.swap_space is None:
+            return SWAP_BYTES if self.preemption_mode == "swap" and self.kv_cache_dir is None else 0
+        check_number("swap_space", self.swap_space, 0.0, math.inf)
+        return int(self.swap_space * (1 << 30))
+
     def resolved_tier(self) -> TierConfig | None:
-        """Where KV blocks are kept beside memory; None if nowhere.
+        """Where KV blocks are kept beside the KV cache; None if nowhere.
 
         Raises:
             ValueError: a bad size.
         """
         num_bytes = size_in_bytes("kv_cache_disk", self.kv_cache_disk)
-        lends = self.kv_peers is not None
-        if self.kv_cache_dir is None:
-            return TierConfig(lends=True) if lends else None
-        return TierConfig(str(Path(self.kv_cache_dir).expanduser().absolute()), num_bytes, lends)
+        lends, swap_bytes = self.kv_peers is not None, self.resolved_swap_bytes()
+        if self.kv_cache_dir is not None:
+            folder = str(Path(self.kv_cache_dir).expanduser().absolute())
+            return TierConfig(folder, num_bytes, lends, swap_bytes)
+        return TierConfig(lends=lends, swap_bytes=swap_bytes) if lends or swap_bytes else None
 
     def resolved_kv_peers(self) -> list[str]:
         """The addresses of the cores from which blocks are fetched.

@@ -1,5 +1,6 @@
 """KV blocks and states between a worker's memory and its cold tiers, which are maps from names to bytes.
 
+The swap space is no such map: it has places, and the core alone knows what is in them.
 The core knows which names are where, and says what is moved. `MoveBlocks` and plans are handled in order:
 blocks are copied out before a later plan overwrites them. Reading and writing go on beside the steps; the blocks
 that are read into belong to no sequence until `BlocksMoved`.
@@ -27,11 +28,13 @@ class TierConfig(msgspec.Struct, omit_defaults=True, frozen=True):
 
     folder: of the one on disk; empty: there is none. num_bytes: that all models and layouts in it may take.
     lends: blocks go to other cores, and come from them.
+    swap_bytes: of the host memory of each worker that is swap space; 0: there is none.
     """
 
     folder: str = ""
     num_bytes: int = 0
     lends: bool = False
+    swap_bytes: int = 0
 
 
 class BlockOut(Item):
@@ -54,11 +57,23 @@ class BlockBack(Item):
     is_state: bool = False
 
 
+class SwapCopy(Item):
+    """A block in the KV memory, and a place in the swap space: what is copied from one to the other.
+
+    is_state: it is a state slot, and a place for one; both have numbers of their own.
+    """
+
+    block_id: int
+    place: int
+    is_state: bool = False
+
+
 class MoveBlocks(Message, tag="move_blocks"):
     """Copy blocks out, which are written as far as there is room for them; then read blocks back.
 
     number: of the `BlocksMoved` that answers it; 0: none does. An answer comes once all that is read back is in
         memory, or if nothing is, once all that was copied out until then is written.
+    swap_out, swap_back: what is copied to the swap space, and from there.
     entries: what another core has sent of the blocks `back`; without, they are read from disk.
     lend: blocks for another core, whose entries `LentBlocks` with this number has. `NOT_IN_MEMORY`: it is on disk.
     """
@@ -68,6 +83,8 @@ class MoveBlocks(Message, tag="move_blocks"):
     back: list[BlockBack] = []
     entries: Tensor = NOTHING
     lend: list[BlockOut] = []
+    swap_out: list[SwapCopy] = []
+    swap_back: list[SwapCopy] = []
 
 
 class ForgetBlocks(Message, tag="forget_blocks"):
@@ -100,6 +117,7 @@ class TierReport(Message, tag="tier_report"):
     num_written, num_read, num_unreadable, num_dropped: blocks since the worker's start; bytes_written, bytes_read:
     of these. num_bytes: of all blocks of this model and layout on disk. read_seconds: that reading took.
     num_fetched, bytes_fetched: blocks that came from other cores as they were sent; num_damaged: the others.
+    bytes_swapped, swap_seconds: that were copied from the swap space, and how long it took.
     """
 
     added: bytes = b""
@@ -118,3 +136,5 @@ class TierReport(Message, tag="tier_report"):
     num_fetched: int = 0
     bytes_fetched: int = 0
     num_damaged: int = 0
+    bytes_swapped: int = 0
+    swap_seconds: float = 0.0

@@ -81,7 +81,7 @@ class WorkerConfig(Message, tag="load"):
     registrations: models of one's own, and the plugins that the worker loads.
     logits_processors, worker_extension: code of one's own; see `ipc.models.own_code`.
     media: load what encodes pictures or sound. allowed_save_path, batch_invariant: see `EngineArgs`.
-    tier: where KV blocks are kept on disk; None: nowhere.
+    tier: where KV blocks are kept beside the KV memory; None: nowhere.
     weights: files whose tensors take the place of the checkpoint's, the last file's first.
     """
 
@@ -178,6 +178,7 @@ class Ready(Message, tag="ready"):
     media: it encodes pictures or sound. encoder_layers: those between which a pass of its encoder can stop; 0: a
         pass runs in one piece.
     tier: what is in the cold tier; empty without one.
+    num_swap_blocks, num_swap_states: places in the swap space; 0: there is none.
     """
 
     architecture: str
@@ -201,6 +202,8 @@ class Ready(Message, tag="ready"):
     media: bool = False
     encoder_layers: int = 0
     tier: list[TierReport] = []
+    num_swap_blocks: int = 0
+    num_swap_states: int = 0
 
 
 class WorkerReply(Message, tag="reply"):

@@ -116,6 +116,10 @@ class CpuDevice:
         """The tensors themselves, which are on this device already."""
         return list(tensors)
 
+    def pinned(self, num_bytes: int) -> Tensor:
+        """See `Device.pinned`: any memory of a CPU is its own."""
+        return zeros((num_bytes,), torch.uint8)
+
     def record_event(self) -> CpuEvent:
         """The current time."""
         return CpuEvent(time.monotonic())

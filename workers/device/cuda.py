@@ -177,7 +177,7 @@ class CudaDevice:
         return CudaEvent(self._downloads)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Pinned host memory, uint8 [num_bytes]."""
+        """See `Device.pinned`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record_event(self) -> CudaEvent:

@@ -132,6 +132,13 @@ class Device(Protocol):
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of host tensors on the device. The originals may be changed at once, the copies must not be."""
 
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Host memory, uint8 [num_bytes], from which and to which the device copies by itself.
+
+        Raises:
+            OSError, RuntimeError: not enough memory.
+        """
+
     def record_event(self) -> Event:
         """An event behind all work launched so far."""
 

@@ -139,7 +139,7 @@ def drafter_for(
 def open_tier(
     config: WorkerConfig, loaded: LoadedModel, device: Device, kv: KVMemory, wake: Callable[[], None]
 ) -> WorkerTier:
-    """Where a worker keeps KV blocks on disk. wake: called by another thread when it has reports.
+    """Where a worker keeps KV blocks beside its KV memory. wake: called by another thread when it has reports.
 
     Raises:
         LoadError: it cannot be opened, or the model's blocks cannot be kept.

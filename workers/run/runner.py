@@ -25,7 +25,7 @@ class Runner:
     """A worker's model, for its process and for the operator's extension; made by `wiring.open_runner`.
 
     launcher: launches its steps. warm_up: runs the first ones. size: of the KV memory, which is taken.
-    tier: where its KV blocks are kept on disk.
+    tier: where its KV blocks are kept beside the KV memory.
 
     Attributes:
         records: its steps are recorded as graphs.
@@ -84,6 +84,8 @@ class Runner:
             media=self.media.are_taken,
             encoder_layers=self.media.num_layers,
             tier=list(self.tier.take_reports()),
+            num_swap_blocks=self.tier.swap_size.num_blocks,
+            num_swap_states=self.tier.swap_size.num_states,
         )
 
     # ------------------------------------------------------------ model and memory
@@ -171,6 +173,7 @@ class Runner:
     def free(self) -> None:
         """Give the memory for KV blocks and states back, and forget every request."""
         self.launcher.free()
+        self.tier.let_go()
 
     def drop_weights(self) -> None:
         """Let go of all weights; the KV memory must be given back before."""

@@ -1,4 +1,4 @@
-"""A worker's cold tiers: KV blocks and states on disk and of other cores, under names that the core gives."""
+"""A worker's cold tiers: KV blocks and states in swap space, on disk and of other cores, as the core says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pagewire.ipc.errors import error_text
 from pagewire.ipc.wire.tier_messages import NOT_IN_MEMORY, BlockOut, MoveBlocks, TierConfig, TierReport
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
+from pagewire.workers.device.kv_size import CacheSize
+from pagewire.workers.device.machine import machine_memory
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.tiers.folder import TierFolder
@@ -18,19 +20,30 @@ from pagewire.workers.tiers.identity import identity_of
 from pagewire.workers.tiers.memory import TierMemory
 from pagewire.workers.tiers.mover import BlockMover
 from pagewire.workers.tiers.no_folder import NoFolder
+from pagewire.workers.tiers.swap import NoSwap, SwapMemory, open_swap
 from pagewire.workers.weight_cache.key import reason_unknown
 
 logger = logging.getLogger("pagewire.worker")
 
 
 class DiskTier:
-    """Moves blocks between the KV memory of a worker, a folder and other cores, for the thread that runs steps.
+    """Moves blocks between the KV memory of a worker and swap space, a folder and other cores.
+
+    Its methods are for the thread that runs steps.
 
     memory: called for that of all layers: sleep takes and gives it.
     """
 
-    def __init__(self, memory: Callable[[], TierMemory], mover: BlockMover) -> None:
+    def __init__(
+        self, memory: Callable[[], TierMemory], mover: BlockMover, swap: SwapMemory | None = None
+    ) -> None:
         self._memory, self._mover = memory, mover
+        self._swap = NoSwap() if swap is None else swap
+
+    @property
+    def swap_size(self) -> CacheSize:
+        """The places in the swap space, for blocks and for states."""
+        return self._swap.size
 
     def move(self, message: MoveBlocks) -> None:
         """Copy blocks out, and begin to read others; what was launched before is over."""
@@ -44,10 +57,13 @@ class DiskTier:
         accepted = message.out[: self._mover.num_accepted(sizes)]
         for block, pieces in self._copied(accepted):
             self._mover.write(block, pieces)
+        if message.swap_out:
+            self._swap.copy_out(message.swap_out, memory)
         if message.back and message.entries.data:
             self._mover.take(message.number, message.back, message.entries.data, memory)
-        elif message.back:
-            self._mover.read(message.number, message.back, memory)
+        elif message.back or message.swap_back:
+            restore = self._swap.copy_back(message.swap_back, memory) if message.swap_back else None
+            self._mover.read(message.number, message.back, memory, restore)
         elif message.number:
             self._mover.answer(message.number)
 
@@ -61,6 +77,10 @@ class DiskTier:
     def forget(self) -> None:
         """Remove all blocks of this model and layout."""
         self._mover.clear()
+
+    def let_go(self) -> None:
+        """Give back what the swap space takes of the memory that sleep gives back."""
+        self._swap.let_go()
 
     def take_reports(self) -> Sequence[TierReport]:
         """What has happened since the last call."""
@@ -84,15 +104,22 @@ def open_disk_tier(
     Raises:
         LoadError: the model's blocks cannot be kept, or not in this folder; the text says why.
     """
-    if (why := reason_against_tier(config, loaded, device)) is not None:
-        raise LoadError(f"{'kv_cache_dir' if tier.folder else 'kv_peers'}: {why} leave the option out")
+    outlives = bool(tier.folder or tier.lends)
+    why = reason_against_tier(config, loaded, device) if outlives else reason_against_copies(config, loaded)
+    if why is not None:
+        name = "kv_cache_dir" if tier.folder else "kv_peers" if tier.lends else "swap_space"
+        raise LoadError(f"{name}: {why} leave the option out")
+    host_bytes, _ = machine_memory(config.parallel.local_size)
+    swap = open_swap(tier.swap_bytes, host_bytes, device, memory())
+    if tier.swap_bytes:
+        logger.info("swap space: %d KV blocks, %d states", *swap.size)
     folder = open_folder(config, tier, loaded, memory()) if tier.folder else NoFolder()
     mover = BlockMover(folder, wake)
     if tier.lends:
         threading.Thread(
             target=identify, args=(mover, config, loaded), name="tier-identity", daemon=True
         ).start()
-    return DiskTier(memory, mover)
+    return DiskTier(memory, mover, swap)
 
 
 def open_folder(
@@ -125,9 +152,18 @@ def identify(mover: BlockMover, config: WorkerConfig, loaded: LoadedModel) -> No
 
 
 def reason_against_tier(config: WorkerConfig, loaded: LoadedModel, device: Device) -> str | None:
-    """Why the blocks of a model do not leave its memory, up to the advice to do without; None if they do."""
+    """Why the blocks of a model do not outlive its worker, up to the advice to do without; None if they do."""
     if device.asynchronous:
-        return "blocks of a GPU's memory cannot be kept elsewhere yet;"
+        return "blocks of a GPU's memory go to its swap_space alone yet;"
+    if (why := reason_against_copies(config, loaded)) is not None:
+        return why
+    if (why := reason_unknown(config)) is not None:
+        return f"nobody can tell whether another engine has the same model, since {why};"
+    return None
+
+
+def reason_against_copies(config: WorkerConfig, loaded: LoadedModel) -> str | None:
+    """Why the blocks of a model do not leave its KV memory, up to the advice to do without; None if they do."""
     if loaded.model.encodes or not loaded.kv_shapes:
         return "this model keeps no keys and values of earlier tokens;"
     if loaded.state_shapes and config.parallel.stages > 1:
@@ -137,6 +173,4 @@ def reason_against_tier(config: WorkerConfig, loaded: LoadedModel, device: Devic
     if config.media:  # the blocks of one that could not be encoded have a name, too
         advice = "set limit_mm_per_prompt to 0 for each kind, or"
         return f"blocks of pictures and sounds cannot be kept elsewhere yet; {advice}"
-    if (why := reason_unknown(config)) is not None:
-        return f"nobody can tell whether another engine has the same model, since {why};"
     return None

@@ -21,6 +21,7 @@ from pagewire.workers.tiers.entry import decoded_entries, encoded_entry
 from pagewire.workers.tiers.folder import TierFolder
 from pagewire.workers.tiers.memory import TierMemory
 from pagewire.workers.tiers.no_folder import NoFolder
+from pagewire.workers.tiers.swap import Restore
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -50,6 +51,7 @@ class BlockMover:
         self._num_unreported = 0
         self._reports: list[TierReport] = []
         self._read_seconds = 0.0
+        self._swapped = 0, 0.0  # bytes and seconds of what came from swap space
         self._no_writes_before = 0.0
         self._next_refresh = time.monotonic() + REFRESH_SECONDS
         self._report()
@@ -70,9 +72,14 @@ class BlockMover:
         """Write a block, given a copy of it in pieces."""
         self._add_write(partial(self._write, block, pieces), sum(map(len, pieces)))
 
-    def read(self, number: int, blocks: Sequence[BlockBack], memory: TierMemory) -> None:
-        """Read blocks into a memory, and answer the message with this number."""
-        self._add_read(partial(self._read, number, blocks, memory))
+    def read(
+        self, number: int, blocks: Sequence[BlockBack], memory: TierMemory, restore: Restore | None = None
+    ) -> None:
+        """Read blocks into a memory, and answer the message with this number.
+
+        restore: ends the copies from swap space that belong to it.
+        """
+        self._add_read(partial(self._read, number, blocks, memory, restore))
 
     def take(self, number: int, blocks: Sequence[BlockBack], entries: Buffer, memory: TierMemory) -> None:
         """Take blocks into a memory that another core has sent, and answer the message with this number."""
@@ -142,7 +149,11 @@ class BlockMover:
             self._waiting_bytes -= num_bytes
             return job
 
-    def _read(self, number: int, blocks: Sequence[BlockBack], memory: TierMemory) -> None:
+    def _read(
+        self, number: int, blocks: Sequence[BlockBack], memory: TierMemory, restore: Restore | None
+    ) -> None:
+        if restore is not None:
+            self._swapped = restore()
         began = time.monotonic()
         missing = []
         for block in blocks:
@@ -234,6 +245,7 @@ class BlockMover:
         report.num_bytes, report.read_seconds = self._folder.num_bytes, self._read_seconds
         report.num_fetched, report.bytes_fetched = counts.fetched, counts.bytes_fetched
         report.num_damaged, report.identity = counts.damaged, self._identity
+        report.bytes_swapped, report.swap_seconds = self._swapped
         report.lent = [] if lent is None else [lent]
         with self._changed:
             self._reports.append(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 from pagewire.engine_core.schedule.blocks import BlockPool
@@ -10,16 +11,31 @@ from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.states.state_slots import StateSlots
 from pagewire.engine_core.tiers.costs import ReadCosts
 from pagewire.engine_core.tiers.peer_names import PrefixQuestion
-from pagewire.engine_core.tiers.reads import READ_SECONDS, FetchedPart, PrefixReads
+from pagewire.engine_core.tiers.reads import READ_SECONDS, FetchedPart, Preemption, PrefixReads
 from pagewire.ipc.wire.steps import StepPlan
-from pagewire.ipc.wire.tier_messages import BlockBack, BlockOut, BlocksMoved, MoveBlocks, state_name
+from pagewire.ipc.wire.tier_messages import (
+    BlockBack,
+    BlockOut,
+    BlocksMoved,
+    MoveBlocks,
+    SwapCopy,
+    state_name,
+)
 from tests.engine_core.schedule.simulation import Simulation
 
 
 class AnyRead(ReadCosts):
     """Reads whatever there is."""
 
-    def reads(self, num_blocks: int, num_saved: int, *, state: bool = False, num_fetched: int = 0) -> bool:
+    def reads(
+        self,
+        num_blocks: int,
+        num_saved: int,
+        *,
+        state: bool = False,
+        num_fetched: int = 0,
+        num_swapped: int = 0,
+    ) -> bool:
         return num_saved > 0
 
     def asks(self, num_blocks: int) -> bool:
@@ -30,14 +46,22 @@ class TieredSimulation(Simulation):
     """Blocks go to the tier, and come back, as the messages before plans say.
 
     elsewhere: what other cores have: all that was ever evicted. num_peers: those that can be asked.
-    keeps: there is a tier on disk, too.
+    keeps: there is a tier on disk, too. swap_size: places in the swap space for blocks, and for states.
     """
 
     def __init__(
-        self, costs: ReadCosts | None = None, num_peers: int = 0, keeps: bool = True, **config: Any
+        self,
+        costs: ReadCosts | None = None,
+        num_peers: int = 0,
+        keeps: bool = True,
+        swap_size: tuple[int, int] = (0, 0),
+        preemption: Preemption = "auto",
+        **config: Any,
     ) -> None:
-        self.keeps = keeps
-        self.reads = PrefixReads(costs or AnyRead(4))
+        self.keeps, self.swap_size = keeps, swap_size
+        self.reads = PrefixReads(costs or AnyRead(4), on_disk=keeps or num_peers > 0, preemption=preemption)
+        self.reads.swap.open(*swap_size)
+        self.swap: dict[tuple[bool, int], list[int | None]] = {}  # what is in its places
         self.tier: dict[bytes, list[int | None]] = {}  # of states, one number
         self.parents: dict[bytes, bytes] = {}
         self.pending: deque[MoveBlocks] = deque()  # reads that have begun
@@ -89,16 +113,19 @@ class TieredSimulation(Simulation):
             if self.keeps:
                 self.tier[block.name] = cells
                 self.reads.names.add(block.name)
-        if message.back:
-            self._begin_read(message.back)
+        for copy in message.swap_out:
+            assert copy.place < self.swap_size[copy.is_state]
+            self.swap[copy.is_state, copy.place] = self._cells(copy)
+        if message.back or message.swap_back:
+            self._begin_read([*message.back, *message.swap_back])
             self.pending.append(message)
 
-    def _begin_read(self, blocks: list[BlockBack]) -> None:
+    def _begin_read(self, blocks: Iterable[BlockBack | SwapCopy]) -> None:
         """Until the end of the read these hold nonsense."""
         for back in blocks:
             self._set(back, [-1] * len(self._cells(back)))
 
-    def _cells(self, block: BlockOut | BlockBack) -> list[int | None]:
+    def _cells(self, block: BlockOut | BlockBack | SwapCopy) -> list[int | None]:
         """The numbers of a block, or that of a state slot."""
         size, number = self.config.block_size, block.block_id
         return (
@@ -107,7 +134,7 @@ class TieredSimulation(Simulation):
             else self.worker.kv[number * size :][:size]
         )
 
-    def _set(self, block: BlockBack, content: list[int | None]) -> None:
+    def _set(self, block: BlockBack | SwapCopy, content: list[int | None]) -> None:
         size, number = self.config.block_size, block.block_id
         if block.is_state:
             self.worker.states[number : number + 1] = content
@@ -118,6 +145,8 @@ class TieredSimulation(Simulation):
         """The oldest read ends. fails: bits of the blocks that cannot be read."""
         message = self.pending.popleft()
         missing = []
+        for copy in message.swap_back:  # whatever was evicted meanwhile, its place has kept it
+            self._set(copy, self.swap[copy.is_state, copy.place])
         for index, block in enumerate(message.back):
             content = self.tier.get(block.name)
             if content is None or fails >> index & 1:
@@ -195,6 +224,8 @@ class TieredSimulation(Simulation):
         for moving in (self.pending, self.questions, self.parts):
             moving.clear()
         self.queue.clear()
+        self.swap.clear()
+        self.reads.swap.open(*self.swap_size)
         outcomes = super().fail()
         self.reads.names.update(self.tier)
         return outcomes
@@ -202,6 +233,10 @@ class TieredSimulation(Simulation):
     def check(self) -> None:
         """Held sequences are those that wait for a read."""
         assert {s for s in self.reads.held if not s.finished} == self.scheduler.sequences._held
+        pinned = Counter(place for read in self.reads._reads.values() for place in read.places)
+        swap = self.reads.swap
+        for place in [*swap._blocks.blocks, *swap._states.blocks]:
+            assert place.num_refs == pinned[place], "a place is pinned for no read, or is not for one"
         super().check()
 
     def forget_tier(self) -> None:

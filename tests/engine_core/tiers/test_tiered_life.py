@@ -14,7 +14,10 @@ from tests.engine_core.tiers.simulated import TieredSimulation
 
 
 class TieredLife(SchedulerLife):
-    """As `SchedulerLife`; reads end at any time, or fail, blocks go from the tier, and other cores tell lies."""
+    """As `SchedulerLife`; reads end at any time, or fail, blocks go from the tier, and other cores tell lies.
+
+    What is evicted also goes to swap space, which may be smaller or larger than the cache, on disk, or to both.
+    """
 
     simulation: TieredSimulation
 
@@ -22,6 +25,8 @@ class TieredLife(SchedulerLife):
         config=configs,
         num_peers=st.integers(0, 2),
         keeps=st.booleans(),
+        swap_size=st.sampled_from([(0, 0), (1, 1), (4, 2), (9, 9), (60, 30)]),
+        preemption=st.sampled_from(["auto", "auto", "swap", "recompute"]),
         spare_tokens=st.integers(0, 40),
         share_prefixes=st.sampled_from([True, True, True, False]),
         short_length=st.sampled_from([0, 0, 9]),
@@ -39,6 +44,7 @@ class TieredLife(SchedulerLife):
         config: dict[str, int],
         num_peers: int,
         keeps: bool,
+        swap_size: tuple[int, int],
         spare_tokens: int,
         num_states: int,
         launch_steps: int,
@@ -48,7 +54,8 @@ class TieredLife(SchedulerLife):
         self.simulation = TieredSimulation(
             **config | {"stages": 1},
             num_peers=num_peers,
-            keeps=keeps or not num_peers,
+            keeps=keeps or not (num_peers or swap_size[0]),
+            swap_size=swap_size,
             num_blocks=(32 + spare_tokens) // config["block_size"],
             drafter=drafting(*drafts) if drafts else None,
             num_states=num_states,
