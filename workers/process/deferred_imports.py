@@ -84,7 +84,7 @@ class DeferringLoader(Loader):
                 finally:
                     self._is_running = False
                 del module.loading
-                module.__class__ = ModuleType
+                module.__class__ = ModuleType  # type: ignore[assignment]
             return True
 
 

@@ -18,14 +18,16 @@ def import_engine() -> None:
     """Import what runs models; waits where another thread does so already."""
     with _importing:
         gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and later some more
-        defer()
-        import pagewire.workers.device.open
-        import pagewire.workers.process.wiring
-        import pagewire.workers.ranks.open
-        import pagewire.workers.weight_cache.cached_loading  # noqa: F401
+        try:
+            defer()
+            import pagewire.workers.device.open
+            import pagewire.workers.process.wiring
+            import pagewire.workers.ranks.open
+            import pagewire.workers.weight_cache.cached_loading  # noqa: F401
 
-        gc.freeze()
-        gc.enable()
+            gc.freeze()
+        finally:
+            gc.enable()
 
 
 def import_engine_ahead() -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,8 +24,8 @@ BAR = 24  # characters
 FIRST = "starting"
 AFTER = {
     "import": "reading its configuration",
-    "config": "making its module",
-    "weights": "computing what it must answer",
+    "config": "building the model",
+    "weights": "computing logits to compare with",
     "reference": "packing weights",
     "transform": "taking memory for the KV cache",
     "packed weights": "taking memory for the KV cache",
@@ -34,7 +35,7 @@ AFTER = {
 
 
 class LoadingLine:
-    """Says how far the start of a model is, from its second second on; use with `with`.
+    """Says how far the start of a model is, once it takes longer than a second; use with `with`.
 
     model: its name or path.
     draws: on a line of the terminal, if standard error is one and the log has warnings only. The line changes, and
@@ -89,8 +90,10 @@ class LoadingLine:
 def draw(text: str) -> None:
     """Write on the last line of the terminal, in place of what it had, and leave the cursor at its beginning.
 
-    So whatever another process writes there meanwhile stands on the line alone.
+    So whatever another process writes there meanwhile stands on the line alone. Nothing is written once the
+    terminal is gone.
     """
-    width = os.get_terminal_size(sys.stderr.fileno()).columns or len(text) + 1
-    sys.stderr.write(f"\r\x1b[K{text[: width - 1]}\r")
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or len(text) + 1
+        sys.stderr.write(f"\r\x1b[K{text[: width - 1]}\r")
+        sys.stderr.flush()

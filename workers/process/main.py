@@ -80,7 +80,7 @@ _NOTHING: Iterator[int] = iter(())
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
 # it from the one thread they wait for: steps then take hundreds of times as long.
 SPIN_COUNT = "100"
-TIMES_READ = 2  # of a checkpoint's weights: for what the model must answer, and to be packed
+TIMES_READ = 2  # of a checkpoint's weights: for logits to compare with, and to be packed
 
 
 class CoreSession:

@@ -116,3 +116,9 @@ def test_without_a_terminal_the_log_says_it(
         loading_line.logger.removeHandler(handler)
     assert caplog.messages[0] == "loading small: starting, 0 s"
     assert (tmp_path / "errors").read_text() == ""
+
+
+def test_a_terminal_that_is_gone_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    terminal.close()
+    loading_line.draw("loading")
