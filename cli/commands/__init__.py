@@ -29,7 +29,7 @@ SUMMARIES = {
     "worker": "run a worker that joins a core on this or another machine",
     "keys": "make an API key or a CURVE certificate",
     "kernels": "compile CUDA kernels ahead of time",
-    "doctor": "check whether models run on this machine: its GPUs, CPU, kernels and memory",
+    "doctor": "check whether models run on this machine: on its GPUs, or on its CPU",
     "completion": "complete commands and options in a shell",
     "collect-env": "print versions and hardware, for a bug report",
 }
