@@ -11,7 +11,7 @@ from pagewire.cli.console.versions import VersionAction
 SUMMARIES = {
     "generate": "complete a prompt",
     "chat": "talk to a model",
-    "transcribe": "write what is said in a recording",
+    "transcribe": "write down what is said in a recording",
     "embed": "embed texts",
     "rerank": "sort documents for a query",
     "serve": "serve a model over HTTP with OpenAI's API",
@@ -20,16 +20,16 @@ SUMMARIES = {
     "top": "watch a running core: its frontends, requests and speed",
     "pull": "download a model of the Hugging Face hub",
     "rm": "remove a model that was pulled",
-    "list": "the models that were pulled",
-    "ps": "the models that a server has in memory",
+    "list": "list the models that were pulled",
+    "ps": "list the models that a server has in memory",
     "run-batch": "answer an OpenAI batch file",
-    "bench": "measure speed",
-    "inspect": "what a model takes, and whether it fits, without loading it",
+    "bench": "measure the speed of an engine or a server",
+    "inspect": "say how much memory a model takes, and whether it fits, without loading it",
     "quantize": "write a copy of a model with weights of 8 or 4 bits",
     "worker": "run a worker that joins a core on this or another machine",
     "keys": "make an API key or a CURVE certificate",
     "kernels": "compile CUDA kernels ahead of time",
-    "doctor": "check what models run on here: the GPUs, or the CPU",
+    "doctor": "check whether models run on this machine: on its GPUs, or on its CPU",
     "completion": "complete commands and options in a shell",
     "collect-env": "print versions and hardware, for a bug report",
 }
@@ -54,11 +54,11 @@ ELSEWHERE = {
 NEXT = """\
 pagewire: give a command. To begin:
 
-  pagewire generate 'The "with" statement'    complete a prompt, by the model that comes with pagewire
-  pagewire serve demo                         serve that model over HTTP, with a chat on http://127.0.0.1:8000
+  pagewire generate 'The "with" statement'    complete a prompt with the small model that comes with pagewire
+  pagewire serve demo                         serve that model over HTTP, with a chat at http://127.0.0.1:8000
   pagewire chat --model OWNER/MODEL           talk to a model of the Hugging Face hub, a folder or a GGUF file
-  pagewire inspect OWNER/MODEL                say whether it fits here, before it is downloaded
-  pagewire doctor                             say what models run on here
+  pagewire inspect OWNER/MODEL                say whether a model fits in memory, before it is downloaded
+  pagewire doctor                             check whether models run on this machine
 
 All commands: pagewire --help
 """
@@ -70,10 +70,14 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
     only: the name of that command, "" for options of none. None: of all commands.
     """
-    parser = CommandParser(prog="pagewire", description="LLM inference and serving in separate processes.")
+    parser = CommandParser(
+        prog="pagewire",
+        description="Run language models on this machine, and serve them over HTTP.",
+        epilog="`pagewire` alone says how to begin; `pagewire COMMAND --help` has the options of a command.",
+    )
     parser.elsewhere = ELSEWHERE
     parser.add_argument("--version", action=VersionAction)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, summary in SUMMARIES.items():
         if only in (None, name):
             folder = "models" if name in OF_MODELS else "commands"

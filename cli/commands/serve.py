@@ -285,7 +285,7 @@ def take_server_options(options: argparse.Namespace, needs_model: bool = True) -
     attaching = "--core" if options.command == "route" else "--attach"
     attaches = getattr(options, attaching.strip("-"))
     if needs_model and not attaches and not hasattr(options, "model"):
-        raise UsageError(f"give a MODEL, or {attaching} ADDRESS")
+        raise UsageError(f"give a MODEL, such as demo, or {attaching} ADDRESS")
     given |= {name: value for name, value in vars(options).items() if name in NAMES}
     try:
         server_options = ServerOptions(**{name: as_list(name, value) for name, value in given.items()})

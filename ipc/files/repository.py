@@ -55,7 +55,7 @@ def hub_errors(name: str) -> Iterator[None]:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFoundError(
             f"{name} is not a local folder, and the hub could not be reached ({cause}); "
-            "give a model folder, or model='demo' for the embedded one"
+            "give a model folder, or demo for the model that comes with pagewire"
         ) from error
 
 

@@ -13,11 +13,17 @@ logger = logging.getLogger("pagewire.kernels")
 QUARTERS = 4  # log lines of a compilation, beside the first and the last
 
 _compilations: list[float] = []
+_running: set[CompileProgress] = set()
 
 
 def compile_seconds() -> float:
     """How long this process has compiled kernels so far; 0 if it found all of them in the cache."""
     return sum(_compilations)
+
+
+def is_compiling() -> bool:
+    """True while this process compiles kernels, and says so."""
+    return bool(_running)
 
 
 class CompileProgress:
@@ -34,6 +40,7 @@ class CompileProgress:
         self._draws = stream is not None and stream.isatty() and not logger.isEnabledFor(logging.INFO)
 
     def __enter__(self) -> CompileProgress:
+        _running.add(self)
         text = f"compiling {self._what}, once for this machine: {self._total} parts, which take minutes"
         if self._draws:
             self._draw(f"{text}...")
@@ -58,6 +65,7 @@ class CompileProgress:
         """Clear the line, and keep how long it took."""
         seconds = time.monotonic() - self._began
         _compilations.append(seconds)
+        _running.discard(self)
         if self._draws:
             self._draw("")
         elif error is None:

@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--identity-from", type=int)
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--key", type=Path)
+    parser.add_argument("--progress", action="store_true", help="a worker shows it; this one has none")
     parser.add_argument("--num-blocks", type=int, default=64)
     parser.add_argument("--num-states", type=int, default=0)
     parser.add_argument("--lose-states", default="/nowhere", help="half of them while this file exists")

@@ -15,6 +15,7 @@ from pagewire.ipc.quoting import quoted
 from pagewire.kernels.cpu import arena
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.workers.checkpoint.headers import DTYPES, TensorHeader, safetensors_header, weight_files
+from pagewire.workers.checkpoint.read_progress import WEIGHTS
 from pagewire.workers.errors import LoadError
 
 
@@ -64,6 +65,7 @@ class WeightSource(ABC):
     def _noted(self, tensor: Tensor) -> Tensor:
         """A tensor of a mapped file, whose memory is given back by `let_go`."""
         self._mapped.append((tensor.data_ptr(), tensor.nbytes))
+        WEIGHTS.done += tensor.nbytes
         return tensor
 
 

@@ -9,7 +9,6 @@ With `--identity-from FD` it first imports all that it will need, and waits ther
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import signal
@@ -51,11 +50,14 @@ from pagewire.ipc.wire.worker_messages import (
 )
 from pagewire.kernels.cpu.library import expected_isa
 from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS, read_headers
+from pagewire.workers.checkpoint.read_progress import WEIGHTS
 from pagewire.workers.device.machine import machine_memory, runs_on_cpu
 from pagewire.workers.errors import LoadError, LostRankError, MemoryShortageError
 from pagewire.workers.estimate.figures import Footprint
 from pagewire.workers.estimate.fit import check_fit, model_figures, summary
 from pagewire.workers.module.registered import take_registrations
+from pagewire.workers.process.engine_import import bytes_taken_ahead, import_engine, import_engine_ahead
+from pagewire.workers.process.loading_line import LoadingLine
 from pagewire.workers.process.progress_signs import ProgressSigns
 from pagewire.workers.ranks.introduction import introduce
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -78,6 +80,7 @@ _NOTHING: Iterator[int] = iter(())
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
 # it from the one thread they wait for: steps then take hundreds of times as long.
 SPIN_COUNT = "100"
+TIMES_READ = 2  # of a checkpoint's weights: for logits to compare with, and to be packed
 
 
 class CoreSession:
@@ -165,8 +168,8 @@ class CoreSession:
         self._socket.close(LINGER_MS)
 
 
-def serve(connection: CoreSession) -> None:
-    """Handle the core's messages until `Shutdown`.
+def serve(connection: CoreSession, draws: bool = False) -> None:
+    """Handle the core's messages until `Shutdown`. draws: see `start`.
 
     Raises:
         LoadError: the model cannot be loaded with this configuration. Other exceptions: a step failed.
@@ -186,7 +189,7 @@ def serve(connection: CoreSession) -> None:
             take_adapters(connection, runner.adapters, message)
             take_reports(connection, runner.tier)
         if isinstance(message, WorkerConfig):
-            runner = start(connection, message, listener)
+            runner = start(connection, message, listener, draws)
             steps = Pipeline(connection, runner)
         elif isinstance(message, StepPlan):
             if steps is None:
@@ -275,24 +278,35 @@ class Pipeline:
             self._connection.send(result.by_columns())
 
 
-def start(connection: CoreSession, config: WorkerConfig, listener: socket.socket | None = None) -> Runner:
+def start(
+    connection: CoreSession,
+    config: WorkerConfig,
+    listener: socket.socket | None = None,
+    draws: bool = False,
+) -> Runner:
     """Load the model and send `Ready`; then, in the background, keep its packed weights for the next start.
 
     listener: the socket at which other ranks reach this one, if they may be on other machines.
+    draws: how far it is may be shown on the terminal.
 
-    While torch is imported here, a thread reads kept weights, or takes memory for those that will be packed.
+    While torch is imported, a thread reads kept weights, or takes memory for those that will be packed.
 
     Raises:
         LoadError: the model cannot be loaded. MemoryShortageError: it would not fit, so its weights were not read.
     """
 
+    line = LoadingLine(config.model_path, draws)
+
     def report(phase: str, seconds: float) -> None:
+        line.ended(phase)
         connection.send(Progress(phase, seconds))
 
-    with progress_signs(connection):
+    with progress_signs(connection), line:
         take_registrations(config.registrations)
         sizes = expected_sizes(config)
-        # Works while torch is imported here.
+        if sizes is not None:
+            WEIGHTS.begin(TIMES_READ * sizes.file_bytes)
+        # Works while torch is imported, in a thread that has begun, or here.
         ahead = WeightsAhead(config, 0 if sizes is None else sizes.panel_bytes)
         import_engine()
         from pagewire.workers.device.open import torch_device
@@ -309,18 +323,6 @@ def start(connection: CoreSession, config: WorkerConfig, listener: socket.socket
     connection.send(ready)
     keep_in_background(runner.model, ahead, runner.collective)
     return runner
-
-
-def import_engine() -> None:
-    """Import what runs models; this takes seconds the first time."""
-    gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and later some more
-    import pagewire.workers.device.open
-    import pagewire.workers.process.wiring
-    import pagewire.workers.ranks.open
-    import pagewire.workers.weight_cache.cached_loading  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
 
 
 def awaited_identity(fd: int) -> str:
@@ -346,7 +348,8 @@ def expected_sizes(config: WorkerConfig) -> Footprint | None:
         return None
     headers = read_headers(config.model_path, config.hf_overrides, config.trust_remote_code)
     try:
-        sizes = check_fit(headers, config, expected_isa(), *machine_memory(config.parallel.local_size))
+        total, available = machine_memory(config.parallel.local_size)
+        sizes = check_fit(headers, config, expected_isa(), total, available + bytes_taken_ahead())
     except MemoryShortageError:
         raise
     except ValueError:
@@ -413,6 +416,9 @@ def main() -> int:
     )
     parser.add_argument("--lifeline", required=True, type=int, metavar="FD")
     parser.add_argument("--key", metavar="FILE", help="key of the group, needed over TCP; -: standard input")
+    parser.add_argument(
+        "--progress", action="store_true", help="show on the terminal how far the first start is"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops this process
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it logs to the terminal of another process group
@@ -422,10 +428,12 @@ def main() -> int:
     take_usual_turns()
     logs.configure()
     key = None if options.key is None else read_key(options.key)
+    if options.identity is not None:
+        import_engine_ahead()
     identity = options.identity or awaited_identity(options.identity_from)
     connection = CoreSession(options.connect, identity, None if key is None else key.worker)
     try:
-        serve(connection)
+        serve(connection, options.progress)
     except Exception as error:
         fatal = isinstance(error, LoadError)  # another start would fail the same way
         cause = str(error) if fatal else f"{type(error).__name__}: {error}"

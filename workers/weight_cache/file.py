@@ -22,6 +22,7 @@ import msgspec
 from pagewire.ipc.shapes import Shape, num_values
 from pagewire.ipc.wire.codec import Buffer
 from pagewire.kernels.cpu.arena import Region
+from pagewire.workers.checkpoint.read_progress import WEIGHTS
 
 MAGIC = b"pagewire"
 ALIGNMENT = 64
@@ -128,12 +129,14 @@ def read(descriptor: int, key: str, num_threads: int) -> PackedFile:
     header, size = _read_header(descriptor)
     if header.key != key or len(header.checksums) != -(-size // PIECE):
         raise DamagedError("its header is of another file")
+    WEIGHTS.begin(size)
     content = Region(size)
     view = memoryview(content.memory)[content.offset : content.offset + size]
 
     def check(index: int) -> bool:
         piece = view[index * PIECE : (index + 1) * PIECE]
         _read_at(descriptor, piece, index * PIECE)
+        WEIGHTS.done += len(piece)
         return zlib.crc32(piece) == header.checksums[index]
 
     with ThreadPoolExecutor(num_threads, "read-weights") as pool:

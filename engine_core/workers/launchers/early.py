@@ -30,9 +30,10 @@ class EarlyWorker:
 
     @classmethod
     def start(cls, address: str) -> EarlyWorker:
-        """Start it.
+        """Start it. It may show its progress: the user of the frontend that has spawned the core waits for it.
 
         Raises:
             OSError, MemoryError: the process cannot be started.
         """
-        return cls(Child([*WORKER_COMMAND, "--connect", address, "--identity", FIRST_IDENTITY]), address)
+        command = [*WORKER_COMMAND, "--connect", address, "--identity", FIRST_IDENTITY, "--progress"]
+        return cls(Child(command), address)

@@ -19,7 +19,7 @@ CORE = ("--core", "ipc:///tmp/a.sock")
         ((*CORE, "--max-model-len", "100"), "--max-model-len has no effect with --core"),
         ((*CORE, "--restarts", "2"), "--restarts has no effect"),
         ((*CORE, "--curve-secret", "x"), "CURVE needs both"),
-        (("--spawn", "2"), "give a MODEL, or --core ADDRESS"),
+        (("--spawn", "2"), "give a MODEL, such as demo, or --core ADDRESS"),
         (("--spawn", "2", "demo", "--restarts", "1"), "--restarts has no effect here"),
         (("--spawn", "2", "demo", "--peer-uid", "5"), "need --core"),
         (("--spawn", "0", "demo"), "must be at least 1"),

@@ -118,6 +118,12 @@ def test_a_life(core: Core, llama: Path) -> None:
     assert core.child.process.wait(20) == 0
 
 
+def test_a_worker_that_gets_no_model_ends_in_order(core: Core) -> None:
+    """Also while a thread of it still imports what runs models."""
+    core.say(Shutdown())
+    assert core.child.process.wait(120) == 0
+
+
 def test_a_worker_that_waits_for_its_name(tmp_path: Path, llama: Path) -> None:
     """It connects once it has one, with all imported; without one, it ends."""
     with zmq.Context() as context:
