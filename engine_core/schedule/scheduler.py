@@ -288,11 +288,10 @@ class Scheduler:
 
     def _plan_waiting(self, step: PlannedStep, newcomer: Sequence | None, now: float) -> None:
         """Admit waiting sequences while there is room; `newcomer` may also use the watermark blocks."""
+        if self.running and self.running[0].suspect:
+            return  # it runs alone
         if suspects := self.waiting.suspects:
-            if not self.running and not self.in_flight:  # alone: one on trial may have a row left in flight
-                self._admit(step, suspects[0], 0, now)
-            return
-        if len(self.running) == 1 and self.running[0].suspect:
+            self._admit(step, suspects[0], 0, now)
             return
         if newcomer is not None:
             if step.is_open and self.sequences.num_free_slots and self._admit(step, newcomer, 0, now):
