@@ -336,6 +336,7 @@ def overhead(options: argparse.Namespace) -> bool:
 
 def forward(options: argparse.Namespace) -> bool:
     """Tokens and requests per second that pass through a session on fake cores, without HTTP."""
+    from pagewire.frontend.core import open_session
     from pagewire.frontend.core.session import Session
     from pagewire.frontend.route.engine import routed as routed_engine
     from pagewire.frontend.route.places import running
@@ -359,7 +360,7 @@ def forward(options: argparse.Namespace) -> bool:
                 assert process.stdout is not None
                 process.stdout.readline()
             plain: dict[str, Any] = {"curve": None, "tokenizer": None, "timeout": 10.0}
-            sessions = {"session": Session.attach(addresses[0], **plain)} if count == 1 else {}
+            sessions = {"session": open_session.attach(addresses[0], **plain)} if count == 1 else {}
             router = routed_engine([running(address) for address in addresses])
             sessions["router"] = router.session
             for name, session in sessions.items():

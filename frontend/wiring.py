@@ -29,7 +29,7 @@ _HOMES = {
     # other weights
     "frontend.core.weights": "update_weights",
     # models that pool
-    "frontend.requests.pooling.inputs": "complete params_of prepare",
+    "frontend.requests.pooling.inputs": "complete params_of prepare_pooling",
     "frontend.requests.pooling.scoring": "ScorePlan",
     "frontend.requests.pooling.state": "PooledState",
     # tokenizers in GGUF files, and as programs of transformers know them

@@ -18,7 +18,7 @@ MAX_IDLE = 256  # tenants without unfinished work that are remembered, for their
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one tenant was given.
+    """The share of one tenant in what is served.
 
     name: given by the frontend; bytes: the frontend's identity, for requests without a name.
     num_waiting, num_running: its work that waits, and that is being done.

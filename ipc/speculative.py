@@ -224,7 +224,7 @@ def _checked(given: dict[str, Any]) -> SpeculativeConfig:
 
 
 def method_of(config: Mapping[str, Any]) -> Method:
-    """What a model that proposes tokens is, by its config.json. A model of an ordinary kind is a draft model."""
+    """The kind of a model that proposes tokens, by its config.json. An ordinary model is a draft model."""
     kind, names = str(config.get("model_type", "")), " ".join(map(str, config.get("architectures") or []))
     if kind == "mlp_speculator" or "MLPSpeculator" in names:
         return "mlp_speculator"

@@ -55,6 +55,7 @@ from pagewire.engine_core.schedule.step import (
 )
 from pagewire.engine_core.schedule.step_time import StepLimit
 from pagewire.engine_core.schedule.stopping import append
+from pagewire.ipc.suspicion import NO_SUSPICION
 from pagewire.ipc.wire.requests import TokenDelta
 from pagewire.ipc.wire.steps import Masks, Row, RowResult, StepPlan, StepResult
 
@@ -223,7 +224,7 @@ class Scheduler:
         outcomes = []
         for sequence in list(self.running):
             if sequence.guilty:
-                text = f"the worker crashed {sequence.num_relapses} times while it ran this request"
+                text = f"the worker crashed {sequence.suspicion.num_in_all} times while it ran this request"
                 outcomes.append(self._end_with_error(sequence, text, None, now))
             else:
                 self.sequences.requeue(sequence)
@@ -365,7 +366,7 @@ class Scheduler:
             num_tokens, reason, stop_token = append(sequence, result.token_ids, now)
         except GrammarError as error:
             return self._end_with_error(sequence, str(error), "ValueError", now)[1]
-        if sequence.num_relapses:
+        if sequence.suspicion is not NO_SUSPICION:
             sequence.survive(alone=len(self.running) == 1)
         self.stats.num_output_tokens += num_tokens
         sequence.tenant.num_output_tokens += num_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.beam_requests import BeamRequest
 from pagewire.frontend.api.progress import Tick
 from pagewire.frontend.core.mailbox import Inbox
@@ -19,7 +20,8 @@ from pagewire.frontend.requests.beam_search import (
     end_tokens,
     tokens_prompt,
 )
-from pagewire.frontend.requests.inputs import CheckedParams, Prepared
+from pagewire.frontend.requests.checked_params import CheckedParams
+from pagewire.frontend.requests.inputs import Prepared
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState, batch_error
 from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
@@ -156,9 +158,11 @@ def complete(
         checked: dict[int, CheckedParams] = {}  # by identity, since many prompts may share parameters
         for prompt, sampling, rank, adapter in zip(prompts, params, priority, adapters, strict=True):
             if id(sampling) not in checked:
-                checked[id(sampling)] = session.check(final_only(sampling))
+                checked[id(sampling)] = session.intake.check(final_only(sampling))
             prepared.append(
-                session.prepare(prompt, checked[id(sampling)], next_id(), rank, 0.0, adapter, prompt_adapter)
+                session.intake.prepare(
+                    prompt, checked[id(sampling)], next_id(), rank, 0.0, adapter, prompt_adapter
+                )
             )
             if len(prepared) == SUBMIT_CHUNK:
                 batch.submit(prepared)
@@ -202,7 +206,7 @@ def pool(
             chunk = slice(start, start + SUBMIT_CHUNK)
             batch.submit(
                 [
-                    session.prepare_pooling(prompt, task, next_id(), lora_request=adapter)
+                    wiring.prepare_pooling(session.intake, prompt, task, next_id(), lora_request=adapter)
                     for prompt, task, adapter in zip(
                         prompts[chunk], params[chunk], adapters[chunk], strict=True
                     )
@@ -233,9 +237,9 @@ def search_beams(
         ValueError, TypeError: a prompt or parameter is invalid, or the engine's `max_logprobs` is too small.
     """
     info = session.info
-    ends = end_tokens(params, session.eos_token_id, info.generation_config)
+    ends = end_tokens(params, session.intake.eos_token_id, info.generation_config)
     batch = [
-        tokens_prompt(prompt, session.tokenize(prompt, lora_request=adapter))
+        tokens_prompt(prompt, session.intake.token_ids(prompt, lora_request=adapter))
         for prompt, adapter in zip(prompts, adapters, strict=True)
     ]
     indices: dict[LoRARequest | None, list[int]] = {}  # of the prompts of each adapter
@@ -262,6 +266,6 @@ def search_beams(
                 on_done=on_done,
             )
             for beam in (beam for group in groups for beam in group):
-                add_text(beam, params, session.tokenizer_for(adapter))
+                add_text(beam, params, session.intake.tokenizer_for(adapter))
             outputs.update(zip(part, map(BeamSearchOutput, groups), strict=True))
     return [outputs[index] for index in range(len(batch))]

@@ -77,7 +77,7 @@ class ModelRegistry:
 
     @staticmethod
     def get_model_info(model_arch: str) -> dict[str, Any]:
-        """What is known of an architecture.
+        """A description of an architecture.
 
         Returns:
             "architecture"; "model_cls": the import path that is registered, or None; "runner": "generate" or

@@ -170,3 +170,9 @@ def stats_of(metrics: list[Metric], before: Mapping[str, int]) -> tuple[Stats, d
         metrics=metrics,
     )
     return stats, counts
+
+
+def ignore_usage_context(usage_context: Any) -> None:
+    """Log a warning if a usage context is given: no usage statistics are collected."""
+    if usage_context is not None:
+        logger.warning("usage_context has no effect: usage statistics are never collected")

@@ -51,7 +51,7 @@ class EncodedMedia(msgspec.Struct, array_like=True):
 
 
 class DecodedBytes(msgspec.Struct, array_like=True):
-    """What a job returns: the parts of a `Tensor`, or why the content is refused, in our own words.
+    """The result of a job: the parts of a `Tensor`, or why the content is refused, in our own words.
 
     peak: of a sound's spectrogram, if it is needed.
     """

@@ -56,7 +56,7 @@ RESOLVERS_OF_TENANT = (
 
 @dataclass(frozen=True)
 class DownloadLimits:
-    """What one download may take. seconds: for all of it, redirects included. max_bytes: of its body."""
+    """The limits of one download. seconds: for all of it, redirects included. max_bytes: of its body."""
 
     seconds: float
     max_bytes: int

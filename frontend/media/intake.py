@@ -120,7 +120,7 @@ class MediaIntake:
 def media_intake(
     info: MediaInfo, access: MediaAccess, call: Callable[..., Future[Any]], max_model_len: int
 ) -> MediaIntake:
-    """What puts media into the prompts of an engine. call: sends a call to the engine."""
+    """The intake that puts media into the prompts of an engine. call: sends a call to the engine."""
     layout = CALLS["media_layout"]
 
     def ask(kind: str, shape: Sequence[int], options: str) -> MediaLayout:

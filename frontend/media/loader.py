@@ -166,7 +166,7 @@ class SourceBudget:
         self._lock = threading.Lock()
 
     def room(self, wanted: int) -> int:
-        """What is left for one item that may have `wanted` bytes."""
+        """The bytes that are left for one item that may have `wanted` of them."""
         return min(wanted, self._left)
 
     def take(self, num_bytes: int) -> None:

@@ -113,7 +113,7 @@ def array_of(value: Any) -> Any:
 
 
 def described(value: Any, array: Any) -> str:
-    """What a value is, for errors."""
+    """A description of a value, for errors."""
     if array is None:
         return quoted(type(value).__name__)
     return f"an array of {array.dtype} {quoted(list(array.shape))}"

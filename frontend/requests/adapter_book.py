@@ -59,7 +59,7 @@ class AdapterBook:
             return digest in self._tokenizers
 
     def source(self, lora_request: LoRARequest) -> AdapterSource:
-        """What the core gets to know of an adapter. Raises: as `use`."""
+        """The name and place of an adapter, as the core gets them. Raises: as `use`."""
         if not isinstance(lora_request, LoRARequest):
             raise FieldTypeError("lora_request", f"must be a LoRARequest, got {type(lora_request).__name__}")
         if self._info.lora is None:

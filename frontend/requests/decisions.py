@@ -95,7 +95,7 @@ Answer: TypeAlias = ChoiceAnswer | YesOrNoAnswer | RatingAnswer
 
 
 class Decision(msgspec.Struct):
-    """What one question was answered with."""
+    """The answer to one question."""
 
     answer: Answer
     diagnostics: Diagnostics
@@ -119,7 +119,7 @@ class PreparedQuestion(NamedTuple):
 
     @property
     def params(self) -> tuple[SamplingParams, SamplingParams]:
-        """Of the read for the labels' shares, and of that for the likeliest label among all tokens."""
+        """The parameters of two reads: for the labels' shares, and for the likeliest label among all tokens."""
         ids = sorted(token_id for own in self.label_ids for token_id in own)
         shared: dict[str, Any] = {
             "max_tokens": 1,
@@ -132,7 +132,7 @@ class PreparedQuestion(NamedTuple):
         return shares, SamplingParams(temperature=0.0, logprobs=1, **shared)
 
     def decision(self, shares: RequestOutput, likeliest: RequestOutput) -> Decision:
-        """What the two reads say."""
+        """The decision by the two reads."""
         found = _logprobs(shares)
         by_name = {
             name: math.fsum(math.exp(found[token_id]) for token_id in ids)
@@ -270,7 +270,7 @@ def reads_of(prepared: Sequence[PreparedQuestion]) -> tuple[list[TokensPrompt], 
 
 
 def decisions_of(prepared: Sequence[PreparedQuestion], outputs: Sequence[RequestOutput]) -> list[Decision]:
-    """What was decided, given the outputs of `reads_of`."""
+    """The decisions, given the outputs of `reads_of`."""
     return [
         each.decision(*pair)
         for each, pair in zip(prepared, zip(outputs[::2], outputs[1::2], strict=True), strict=True)

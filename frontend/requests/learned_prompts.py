@@ -111,7 +111,7 @@ class PromptAdapters:
 
 
 def signature(path: Path) -> tuple[int, int, int]:
-    """What changes when a file is replaced or written. Raises OSError."""
+    """A value that changes when a file is replaced or written. Raises OSError."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 

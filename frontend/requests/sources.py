@@ -27,7 +27,7 @@ ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
 
 
 class SourceText(msgspec.Struct, frozen=True):
-    """What an encoder reads, as outputs show it. text: None if it was given as token ids, or is a sound."""
+    """The source of an encoder, as outputs show it. text: None if it was given as token ids, or is a sound."""
 
     token_ids: list[int]
     text: str | None
@@ -79,7 +79,7 @@ def sourced(
 
 
 def parts_of(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
-    """What the encoder and the decoder get; None: nothing."""
+    """The prompts of the encoder and of the decoder; None: there is none."""
     if is_explicit(prompt):
         unknown = set(prompt) - {ENCODER, DECODER, "mm_processor_kwargs"}
         if unknown or prompt.get("mm_processor_kwargs"):

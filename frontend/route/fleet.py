@@ -1,11 +1,11 @@
 """Several engine cores of the same model, which a session uses as if they were one.
 
-    OpenRequests --submit--> Fleet --> Dispatcher --> Replica 0 ... n --> CoreClient --> core
-                 <-deltas--       <----------------
+    Session --submit--> Fleet --> Dispatcher --> Replica 0 ... n --> CoreClient --> core
+            <-deltas--       <----------------
 
 A core that is lost is waited for at its place, and its requests go on elsewhere meanwhile; those that may have
-killed it are tried one by one first, on one core (`OpenRequests.core_attached`). One thread, the supervisor, sees
-to that. Locks are taken in this order: that of `OpenRequests`, the fleet's, that of a client.
+killed it are tried one by one first, on one core (`Session.core_attached`). One thread, the supervisor, sees
+to that. Locks are taken in this order: that of the `Session`, the fleet's, that of a client.
 """
 
 from __future__ import annotations

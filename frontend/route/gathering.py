@@ -113,7 +113,7 @@ def checked(method: str, replica: Replica, answer: Any) -> Any:
 
 
 def merged(method: str, answers: Answers) -> Any:
-    """What the answers of several cores to a call come to.
+    """One answer made of those of several cores to a call.
 
     Lists are joined, truth values hold if they hold everywhere, numbers are added.
 

@@ -22,7 +22,7 @@ MAX_BEGINNINGS = 1 << 13  # beginnings of prompts whose last core is remembered
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request makes a core do.
+    """The work that a request makes for a core.
 
     num_tokens: to compute or find cached, those generated before included. names: of its full blocks; none if it
         pools the states of all its tokens, for then it finds nothing cached, and may be many prompts at a time.

@@ -35,7 +35,7 @@ class CoreLoad(NamedTuple):
 
 
 def cost(candidate: CoreLoad, num_tokens: int) -> int:
-    """What a prompt of `num_tokens` costs there, in tokens. At least one token is always computed."""
+    """The cost of a prompt of `num_tokens` there, in tokens. At least one token is always computed."""
     to_compute = max(1, num_tokens - candidate.num_cached)
     return to_compute + candidate.num_waiting + RUNNING_TOKENS * candidate.num_running
 

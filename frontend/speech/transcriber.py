@@ -38,7 +38,7 @@ Generate = Callable[[Any, SamplingParams], Awaitable[CompletionOutput]]
 
 
 class TranscriptionParams(msgspec.Struct, frozen=True):
-    """What is made of a recording, and how. The thresholds and their defaults are those of openai/whisper.
+    """The parameters of a transcription. The thresholds and their defaults are those of openai/whisper.
 
     task: "transcribe", or "translate" into English. language: a code or a name; None: it is detected.
     prompt: text that stands before the first window, such as names to be spelled so.

@@ -13,7 +13,7 @@ TranscriptFormat: TypeAlias = Literal["json", "text", "srt", "verbose_json", "vt
 
 
 class DurationUsage(msgspec.Struct, tag="duration"):
-    """What a transcription is charged by: the seconds of the recording."""
+    """The usage of a transcription: the seconds of the recording."""
 
     seconds: float
 

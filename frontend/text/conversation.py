@@ -46,7 +46,7 @@ END_MARK = "PAGEWIRE_FINAL_MESSAGE_ENDS_HERE "
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template is rendered with; see `render_chat`.
+    """The variables of a template; see `render_chat`.
 
     placeholders: the text that stands for a medium of each kind; messages may have `frontend.media.parts.MARKS` of
         these kinds. prompts_tools: what the template does not know of tools stands in messages (`tool_prompts.py`).
@@ -291,7 +291,7 @@ def text_part(part: Any, index: int) -> dict[str, Any]:
 
 
 class ContentUse(NamedTuple):
-    """What a template does with the content of messages.
+    """The forms of message content that a template reads.
 
     loops: over its parts. tests_string: whether something is a string. tests_none: whether content is null.
     """

@@ -51,7 +51,10 @@ LISTED = (list, tuple, KeysView, ValuesView, ItemsView)
 
 
 class Spent(threading.local):
-    """What the rendering of this thread has spent. end: of its time, as `time.thread_time`; None: no limit."""
+    """The time and size that the rendering of this thread has spent.
+
+    end: of its time, as `time.thread_time`; None: no limit.
+    """
 
     end: float | None = None
     num_bytes = 0  # that it has made

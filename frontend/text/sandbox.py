@@ -105,7 +105,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bounded_subject(name: str, subject: Any) -> Any:
-    """What a filter is to be called on, after a check of its size; an iterator stops where it yields too much."""
+    """The value to call a filter on, after a check of its size; an iterator stops where it yields too much."""
     if name in OF_ITEMS and isinstance(subject, Iterator):
         return counted(subject)
     if name in OF_TEXT and not isinstance(subject, (str, Iterator)):

@@ -47,7 +47,7 @@ SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_toke
 
 
 class TemplateKnowledge(NamedTuple):
-    """What a chat template knows: it shows tools, shows calls of the assistant, shows messages of the system."""
+    """The abilities of a chat template: it shows tools, calls of the assistant, messages of the system."""
 
     shows_tools: bool
     shows_calls: bool

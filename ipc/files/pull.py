@@ -94,7 +94,7 @@ def pull(given: HubName, token: str | bool | None, report: Report, stop: threadi
 
 
 def planned(given: HubName, token: str | bool | None) -> PulledModel:
-    """What a name means now: its GGUF file with all parts, or the files of a repository of safetensors.
+    """The files that a name means now: its GGUF file with all parts, or the files of a repository of safetensors.
 
     Raises:
         ModelNotFoundError: as `pull`. ValueError: the hub's list cannot be relied on.
@@ -207,7 +207,7 @@ def fetch(
 
 
 class Content:
-    """What is there of a file, with its digest so far. out: the file, which may have a beginning already."""
+    """The part of a file that is there, with its digest. out: the file, which may have a beginning already."""
 
     def __init__(self, out: BinaryIO, file: PulledFile) -> None:
         self._out, self._file = out, file

@@ -63,7 +63,7 @@ class PulledModel(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.num_bytes for file in self.files)
 
 
@@ -74,7 +74,7 @@ def pulled_root() -> Path:
 
 
 def stem(given: HubName) -> str:
-    """What the names of a model's files in the folder begin with. A repository has no "--" in its name."""
+    """The beginning of the names of a model's files in the folder. A repository has no "--" in its name."""
     return "--".join([*given.repository.split("/"), *([given.tag] if given.tag else [])])
 
 
@@ -93,7 +93,7 @@ def pulled_models() -> list[PulledModel]:
 
 
 def read_record(path: Path) -> PulledModel | None:
-    """What a file says of a model; None if it is none of ours, or damaged, which the log says."""
+    """The record of a model in a file; None if it is none of ours, or damaged, which the log says."""
     try:
         with path.open("rb") as file:
             record = msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=PulledModel)

@@ -10,7 +10,7 @@ FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def state_of(file: int | str) -> list[int]:
-    """What tells a file from any other, and from itself with other content.
+    """A value that tells a file from any other, and from itself with other content.
 
     Whoever writes to a file sets its time of modification. To rename or remove it changes nothing here.
 

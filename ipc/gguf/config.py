@@ -64,7 +64,7 @@ MAVERICK_EXPERTS = 128  # of the Llama 4 whose queries and keys have no norm
 
 
 def model_config(file: GgufFile) -> Values:
-    """What `config.json` would hold: the model's type, sizes and settings, and the dtype to run it in.
+    """The content of `config.json`: the model's type, sizes and settings, and the dtype to run it in.
 
     Raises:
         GgufError: the architecture is not served, or the metadata lacks a value.
@@ -82,7 +82,7 @@ def model_config(file: GgufFile) -> Values:
 
 
 def generation_config(file: GgufFile) -> Values:
-    """What `generation_config.json` would hold: all tokens that end an answer, and recommended sampling parameters.
+    """The content of `generation_config.json`: all tokens that end an answer, and recommended sampling parameters.
 
     Raises:
         GgufError: a value is of a wrong type.

@@ -24,7 +24,7 @@ NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddin
 
 
 def tokenizer_json(file: GgufFile) -> bytes:
-    """What `tokenizer.json` would hold.
+    """The content that `tokenizer.json` would have.
 
     Raises:
         GgufError: the file has no tokenizer, or one of a form that is not read; the text names those that are.
@@ -49,7 +49,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
 
 
 def tokenizer_config(file: GgufFile) -> Json:
-    """What `tokenizer_config.json` would hold: special tokens by name, and chat templates.
+    """The content that `tokenizer_config.json` would have: special tokens by name, and chat templates.
 
     Raises:
         GgufError: a value is of a wrong type.
@@ -216,7 +216,7 @@ def added_tokens(file: GgufFile, tokens: Sequence[str]) -> list[Json]:
 
 
 def post_processor(file: GgufFile, tokens: Sequence[str]) -> Json | None:
-    """What puts special tokens around a text; None if there are none to put."""
+    """The step that puts special tokens around a text; None if there are none to put."""
     is_sentencepiece = file.get("tokenizer.ggml.model", str) in SENTENCEPIECE
     begins = is_sentencepiece or rule_of(file) in BEGINS
     around: list[list[Json]] = [[], []]

@@ -31,7 +31,7 @@ LOG_SECONDS = 1.0  # between two log lines about refused peers, who may try agai
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """What is known about the other side of a new connection.
+    """The other side of a new connection, as far as it is known.
 
     host: its address, for TCP. user: its user id, for ipc. key: its CURVE public key (Z85).
     """

@@ -24,7 +24,7 @@ MAX_NAME = 200  # characters of an architecture or an import path
 
 
 class Registrations(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process hands on to those that it starts: the frontend to its core, the core to its workers.
+    """Registrations for the processes that one starts: a frontend hands them to its core, a core to its workers.
 
     models: import path of the class, by architecture. families: import paths of `Family` tables.
     plugins: names of the plugins that the core has loaded, and that workers load as well.

@@ -50,7 +50,7 @@ class RunsIn(Enum):
 
 
 class Right(Enum):
-    """What a frontend may be allowed to do; the value is its name in a file of rights."""
+    """A right that a frontend may have; the value is its name in a file of rights."""
 
     READ = "read"
     """See the state of the engine, its metrics, and the ids of all requests."""
@@ -150,7 +150,7 @@ class RemoteCall(msgspec.Struct, frozen=True, dict=True):
         return bound.arguments
 
     def answer(self, result: Any) -> Any:
-        """What the method returns, made of the core's answer.
+        """The value that the method returns, made of the core's answer.
 
         Raises:
             ProtocolError: an answer of another type.

@@ -8,7 +8,7 @@ from typing import Any
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.embeds import check_embeds_params
 from pagewire.frontend.requests.inputs import Intake, Prepared, check_keys, check_place, salt_of
-from pagewire.frontend.requests.lora import UsedAdapter
+from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
 from pagewire.frontend.requests.pooling.text import encode
 from pagewire.frontend.requests.retention import refuse_retention
 from pagewire.frontend.text.length import ContextLengthError
@@ -134,22 +134,23 @@ def complete(
     return completed(params, info, task)
 
 
-def prepare(
+def prepare_pooling(
     intake: Intake,
     prompt: Any,
     params: PoolingParams,
     request_id: str,
-    key: int,
     priority: int = 0,
     age: float = 0.0,
-    adapter: UsedAdapter | None = None,
+    lora_request: LoRARequest | None = None,
 ) -> Prepared:
-    """The request for one prompt. params: `completed`. prompt: as for generation, or a `TextPair`. adapter: that it
-    runs with.
+    """The request for one prompt. params: `completed`. prompt: as for generation, or a `TextPair`.
+
+    age: seconds since the request arrived. lora_request: the adapter that it runs with.
 
     Raises:
-        ValueError, TypeError: the prompt is invalid or too long, or as `check_place`.
+        ValueError, TypeError: the prompt is invalid or too long, no such adapter, or as `check_place`.
     """
+    adapter = intake.find_adapter(lora_request)
     check_place(intake.info, request_id, priority, age)
     pooling = pooling_info(intake.info)
     content, text, second = _content(intake, prompt, params, adapter)
@@ -161,7 +162,7 @@ def prepare(
         params.second_segment = second
     pooling.check(params, num_tokens)
     request = Request(
-        key=key,
+        key=intake.next_key(),
         request_id=request_id,
         prompt=content,
         task=params,
@@ -170,7 +171,7 @@ def prepare(
         age=age,
         adapter=None if adapter is None else adapter.source,
     )
-    return Prepared(request, text if isinstance(text, str) else None, adapter)
+    return Prepared(request, text if isinstance(text, str) else None, None, adapter)
 
 
 def _content(

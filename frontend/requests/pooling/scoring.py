@@ -77,7 +77,7 @@ def text_of(prompt: Any) -> str:
 
 
 class ScorePlan:
-    """What to pool to score pairs of texts, and the scores of the results.
+    """A plan to score pairs of texts: the prompts to pool, and the scores of the results.
 
     task, prompts: to pool, such as `encode` takes them.
 

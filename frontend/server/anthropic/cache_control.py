@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagewire.frontend.client import Tokenizer, TokensPrompt, has_media, tokenizing
+from pagewire.frontend.client import Tokenizer, TokensPrompt, has_media, tokenize_off_loop
 from pagewire.frontend.server.anthropic.protocol import CountTokensRequest
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.ipc.quoting import quoted
@@ -119,7 +119,7 @@ class MarkedBlocks:
 async def wishes_of(
     request: CountTokensRequest, prompt: TokensPrompt, tokenizer: Tokenizer
 ) -> list[Retention]:
-    """What a request asks to keep cached of its prompt: shorter parts first.
+    """The parts of its prompt that a request asks to keep cached, shorter ones first.
 
     Raises:
         APIError: a mark is malformed, there are too many, or a longer time comes after a shorter one.
@@ -131,7 +131,7 @@ async def wishes_of(
         end = None if has_media(prompt) else blocks.end_of(mark, text)
         num_tokens = 0
         if end is not None:
-            ids = await tokenizing(end, tokenizer.encode, text[:end], False)
+            ids = await tokenize_off_loop(end, tokenizer.encode, text[:end], False)
             num_tokens = num_equal(ids, prompt["prompt_token_ids"])
         wishes.append(Retention(mark.seconds, num_tokens=num_tokens))
     return wishes

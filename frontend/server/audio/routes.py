@@ -104,7 +104,7 @@ def check_form(request: TranscriptionRequest) -> None:
 
 
 def params_of(task: str, request: TranscriptionRequest) -> TranscriptionParams:
-    """What a request asks for."""
+    """The transcription that a request asks for."""
     return TranscriptionParams(
         task=task,
         language=request.language or None,

@@ -36,7 +36,7 @@ INTERRUPTED = "the server stopped while the batch ran; what was answered until t
 
 
 class Owned(msgspec.Struct):
-    """What a tenant has in the folder: one of the two."""
+    """The kind of an object that a tenant has in the folder."""
 
     owner: str
     file: FileObject | None = None

@@ -45,7 +45,7 @@ BATCH_REQUEST = Decoder(BatchRequest)
 
 
 class HasId(Protocol):
-    """What is listed."""
+    """An object that can be listed."""
 
     id: str
 

@@ -103,7 +103,7 @@ class BatchRunner:
             yield line
 
     def _errors_in(self, batch: BatchObject) -> list[BatchProblem]:
-        """What is wrong with a batch's input, before anything of it is answered; its requests are counted."""
+        """The errors in a batch's input, before anything of it is answered; its requests are counted."""
         errors: list[BatchProblem] = []
         seen: dict[str, int] = {}
         with self._folder.path(batch.input_file_id).open("rb") as lines:

@@ -21,7 +21,7 @@ from pagewire.frontend.client import (
     off_loop,
     reads_of,
     template_variables,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
@@ -147,7 +147,7 @@ async def prepared_question(service: Service, request: DecisionRequest, name: st
         raise APIError(400, message, param="chat_template_kwargs")
     find = partial(question.prepare, prompt, request.cache_salt)
     try:
-        return await tokenizing(len(text), find)
+        return await tokenize_off_loop(len(text), find)
     except ValueError as error:
         raise FieldValueError("questions", f": {quoted(name)}: {error}") from None
 

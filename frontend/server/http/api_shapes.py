@@ -39,7 +39,7 @@ class ErrorResponse(msgspec.Struct):
 
 
 class AnthropicErrorDetails(msgspec.Struct):
-    """What a client does otherwise after an error. error_code: its name. unsupported: fields to leave out."""
+    """A change that clients make after an error. error_code: its name. unsupported: fields to leave out."""
 
     error_code: str
     unsupported: list[str]

@@ -15,7 +15,7 @@ from pagewire.frontend.server.http.limits import ConnectionLimits, network_of
 
 
 class ConnectionHolder(Protocol):
-    """What holds one connection: a TLS handshake, and then the protocol of HTTP."""
+    """The holder of one connection: a TLS handshake, and then the protocol of HTTP."""
 
     def evict(self) -> None:
         """Close the connection at once."""

@@ -86,7 +86,7 @@ class FormDecoder(Generic[T]):
 
 
 def boundary_of(content_type: str) -> bytes:
-    """What stands between the parts of a form.
+    """The boundary between the parts of a form.
 
     Raises:
         APIError: the content type is another one, or names none.

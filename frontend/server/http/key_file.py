@@ -28,7 +28,7 @@ MAX_NUMBER = 2**31 - 1
 
 @dataclass(frozen=True)
 class Rights:
-    """What a tenant may do.
+    """The rights and limits of a tenant.
 
     priority: of requests that give none. best_priority: the best that a request may give (lower is better); None:
     any. max_requests, max_tokens: how many may be in flight at once, where a request counts with the tokens of its

@@ -16,7 +16,7 @@ from pagewire.frontend.client import (
     encode_within,
     infill_form,
     off_loop,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
@@ -187,7 +187,7 @@ async def prepare_raw(service: Service, request: ChatRequest, text: str, exchang
     check_generates(service.info)
     tokenizer = service.tokenizer_of(request.model)
     limit, salt = service.info.max_model_len, request.cache_salt
-    ids = await tokenizing(len(text), encode_within, tokenizer, text, limit, True, False, salt)
+    ids = await tokenize_off_loop(len(text), encode_within, tokenizer, text, limit, True, False, salt)
     exchange.prompt = text
     prompt, tools = TokensPrompt(prompt_token_ids=ids, prompt=text), ToolUse()
     params = params_of(service, request, tools, prompt)

@@ -47,7 +47,7 @@ def routes(services: Services) -> list[Operation]:
     if (
         template is not None
         and isinstance(services, Service)
-        and services.engine.session.tokenizer is not None
+        and services.engine.session.intake.tokenizer is not None
     ):
         check_template(services.tokenizer, template)
     endpoint = GenerationEndpoint(services, "chatcmpl-", ChatRequest, answer)

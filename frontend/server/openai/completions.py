@@ -22,7 +22,7 @@ from pagewire.frontend.client import (
     off_loop,
     prompt_offsets,
     prompts_of,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
@@ -183,7 +183,7 @@ async def without_special_tokens(
         return {"prompt": prompt, "prompt_token_ids": ids}
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    return await tokenizing(size, lambda: [tokenized(prompt) for prompt in prompts])
+    return await tokenize_off_loop(size, lambda: [tokenized(prompt) for prompt in prompts])
 
 
 def completion_params(service: Service, request: CompletionRequest) -> SamplingParams:

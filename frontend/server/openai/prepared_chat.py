@@ -19,10 +19,10 @@ from pagewire.frontend.client import (
     chat_prompt,
     check_generates,
     has_media,
-    media_work,
+    media_threads,
     off_loop,
     salt_of,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
@@ -284,7 +284,7 @@ async def prompt_of(
     if request.chat_template is not None:
         prompt = await service.request_templates.run(make)
     else:
-        prompt = await tokenizing(size, make)
+        prompt = await tokenize_off_loop(size, make)
     for text in warnings:
         warn(text)
     return prompt
@@ -296,10 +296,10 @@ async def counted(service: Service, prompt: TokensPrompt) -> list[int]:
     Raises:
         ValueError: a picture or sound cannot be had.
     """
-    token_ids, media = prompt["prompt_token_ids"], service.engine.session.media
+    token_ids, media = prompt["prompt_token_ids"], service.engine.session.intake.media
     if media is None or not has_media(prompt):
         return token_ids
-    placed, _ = await media_work.run(lambda: media.place(token_ids, prompt, salt_of(prompt)))
+    placed, _ = await media_threads.run(lambda: media.place(token_ids, prompt, salt_of(prompt)))
     return placed
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.client import has_media, media_work, num_chars, request_ids, tokenizing
+from pagewire.frontend.client import has_media, media_threads, num_chars, request_ids, tokenize_off_loop
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
@@ -95,7 +95,7 @@ async def rendered(
         ValueError, TypeError: the engine would refuse it.
     """
     work = partial(
-        service.engine.session.prepare,
+        service.engine.session.intake.prepare,
         salted(prompt, request.cache_salt),
         params,
         name,
@@ -103,7 +103,9 @@ async def rendered(
         lora_request=service.adapter(request.model),
         prompt_adapter_request=service.prompt_adapter(request.model),
     )
-    prepared = await (media_work.run(work) if has_media(prompt) else tokenizing(num_chars(prompt), work))
+    prepared = await (
+        media_threads.run(work) if has_media(prompt) else tokenize_off_loop(num_chars(prompt), work)
+    )
     token_ids = prepared.request.prompt.token_ids[prepared.num_virtual_tokens :]
     return RenderedPrompt(
         request_id=name,

@@ -76,7 +76,7 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=0 if selects and logprobs is None else logprobs,
         structured_outputs=demanded(request),
-        detokenize=service.engine.session.tokenizer is not None,
+        detokenize=service.engine.session.intake.tokenizer is not None,
         extra_args=request.vllm_xargs,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
     )

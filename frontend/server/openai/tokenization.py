@@ -14,7 +14,7 @@ from pagewire.frontend.client import (
     encode_within,
     off_loop,
     template_source,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
@@ -107,7 +107,7 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
     text, special = fields.prompt or "", fields.add_special_tokens is not False
     max_model_len = service.info.max_model_len
     tokenizer = service.tokenizer_of(fields.model)
-    return await tokenizing(len(text), encode_within, tokenizer, text, max_model_len, special, True)
+    return await tokenize_off_loop(len(text), encode_within, tokenizer, text, max_model_len, special, True)
 
 
 async def text_of(service: Service, fields: DetokenizeRequest) -> str:

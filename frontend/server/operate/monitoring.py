@@ -95,7 +95,7 @@ class HealthMonitor:
         self._answered_at = -math.inf
 
     async def report(self) -> HealthReport:
-        """What `AsyncLLM.health` returns.
+        """The report that `AsyncLLM.health` returns.
 
         Raises:
             EngineDeadError: the core is lost, or does not answer.

@@ -33,7 +33,7 @@ SEARCH_SECONDS = 1.0  # for one search with an expression of the checkpoint
 
 @dataclass(frozen=True)
 class Mark:
-    """What opens or closes a region: literal texts, the longest first, or else a regular expression.
+    """A mark that opens or closes a region: literal texts, the longest first, or else a regular expression.
 
     extends: a literal begins with another, so that more text may make a longer one of it.
     """

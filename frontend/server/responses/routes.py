@@ -229,7 +229,7 @@ async def answer(
         chat, stored, store, writer, partial(join, conversations, joined, response, items)
     )
     if request.background:  # what the engine would refuse later is refused now
-        service.engine.session.prepare(
+        service.engine.session.intake.prepare(
             chat.prompt,
             chat.params,
             exchange.id,

@@ -23,7 +23,7 @@ class RetentionFields(Protocol):
 
 
 def wishes_of(request: RetentionFields) -> list[Retention]:
-    """What a request asks for: a time (`prompt_cache_retention`), or a session (`session_id`), which has a default.
+    """The wish of a request: a time (`prompt_cache_retention`), or a session (`session_id`), which has a default.
 
     A `prompt_cache_key` alone keeps nothing: it names what a time is given for. The output is kept as well, since
     the next turn of a conversation has it in its prompt.

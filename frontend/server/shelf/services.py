@@ -121,7 +121,7 @@ class ShelvedServices(Services):
         return None if self.pulled is None else self.pulled.named(given)
 
     def pulled_model(self, name: str) -> PulledModel | None:
-        """What was pulled under a listed name; None: it was not pulled."""
+        """The model that was pulled under a listed name; None: none was."""
         return None if self.pulled is None else self.pulled.models.get(name)
 
     async def close(self) -> None:

@@ -58,9 +58,9 @@ class Cores:
 
     def close(self) -> None:
         if self.engine is not None:
-            self.engine.session._requests.validate()
+            self.engine.session.validate()
             self.engine.shutdown()
-            self.engine.session._requests.validate()
+            self.engine.session.validate()
         for core in self.cores:
             core.close()
 

@@ -13,7 +13,7 @@ import pytest
 from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.requests.outputs import RequestState
-from pagewire.frontend.requests.pooling.inputs import completed
+from pagewire.frontend.requests.pooling.inputs import completed, prepare_pooling
 from pagewire.frontend.route import places
 from pagewire.frontend.route.engine import routed
 from pagewire.frontend.route.fleet import Fleet
@@ -39,7 +39,7 @@ def submit(
     """Requests with these names."""
     params = SamplingParams(max_tokens=length, temperature=0.0, detokenize=False)
     tokens = {"prompt_token_ids": prompt or [5, 6]}
-    return session.submit([session.prepare(tokens, params, name) for name in names], inbox)  # type: ignore[arg-type]
+    return session.submit([session.intake.prepare(tokens, params, name) for name in names], inbox)  # type: ignore[arg-type]
 
 
 NAMES = ("a", "b", "c", "d", "e", "f")
@@ -323,7 +323,7 @@ def test_what_a_core_sends_of_a_request_that_went_elsewhere_is_dropped(silent: S
     """Such as the refusals of the other sequences, in a later message."""
     params = SamplingParams(n=2, max_tokens=5, detokenize=False)
     (state,) = silent.session.submit(
-        [silent.session.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
+        [silent.session.intake.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
     )
     first = silent.core_of(state)
     refusal = {"finish_reason": "error", "error": "full", "error_type": "EngineBusyError"}
@@ -342,7 +342,7 @@ def test_a_sequence_that_ends_twice_leaves_the_others_on_the_core(silent: Silent
     """It is aborted for a stop string while its end is on the way. The request must still go on elsewhere."""
     params = SamplingParams(n=2, max_tokens=5, detokenize=False)
     (state,) = silent.session.submit(
-        [silent.session.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
+        [silent.session.intake.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
     )
     silent.fleet.abort(sequences=[(state.key, 0)])
     silent.cores[0].tokens(state.key, [3], index=0, finish_reason="length")
@@ -372,7 +372,9 @@ def test_a_request_to_pool_starts_anew_on_another_core(
             with pytest.raises(ValueError, match="no replica of the others: pooling is"):
                 session.connection.add(core.address)  # type: ignore[attr-defined]
         params = completed(None, session.info)
-        prepared = [session.prepare_pooling({"prompt_token_ids": [5, 6]}, params, name) for name in "ab"]
+        prepared = [
+            prepare_pooling(session.intake, {"prompt_token_ids": [5, 6]}, params, name) for name in "ab"
+        ]
         states = session.submit(prepared, inbox)
         assert cores[0].expect(Submit).requests == [prepared[0].request]
         cores[0].close()

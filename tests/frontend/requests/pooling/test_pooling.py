@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagewire.frontend.requests.inputs import Intake
-from pagewire.frontend.requests.pooling.inputs import completed, prepare
+from pagewire.frontend.requests.pooling.inputs import completed, prepare_pooling
 from pagewire.frontend.requests.pooling.outputs import PoolingOutput
 from pagewire.frontend.requests.pooling.scoring import cosine, max_sim, pairs_of
 from pagewire.frontend.requests.pooling.text import beginning, encode, shares
@@ -78,7 +78,7 @@ def test_requests_of_texts_and_pairs(tokenizer: Any) -> None:
     params = completed(PoolingParams(prompt_name="query"), intake.info)
     assert (params.task, params.all_tokens) == ("embed", True)
     plain, named, pair = (
-        prepare(intake, prompt, own, "r", 1).request
+        prepare_pooling(intake, prompt, own, "r").request
         for prompt, own in (
             ("cat", completed(None, intake.info)),
             ({"prompt": "cat", "cache_salt": "s"}, params),
@@ -102,7 +102,7 @@ def test_token_types_of_token_ids(tokenizer: Any) -> None:
         def second(types: Any, **fields: Any) -> int:
             params = completed(PoolingParams(**fields), intake.info)  # noqa: B023
             prompt = {"prompt_token_ids": ids, "token_type_ids": types}
-            task = prepare(intake, prompt, params, "r", 1).request.task  # noqa: B023
+            task = prepare_pooling(intake, prompt, params, "r").request.task  # noqa: B023
             assert isinstance(task, PoolingParams)
             return task.second_segment
 
@@ -121,7 +121,9 @@ def test_token_types_of_token_ids(tokenizer: Any) -> None:
         with pytest.raises(TypeError, match="must be a list of 0 and 1, got 'no'"):
             second("no")
         with pytest.raises(ValueError, match=r"token_type_ids: .* with token ids"):
-            prepare(intake, {"prompt": "cat", "token_type_ids": [0]}, completed(None, intake.info), "r", 1)
+            prepare_pooling(
+                intake, {"prompt": "cat", "token_type_ids": [0]}, completed(None, intake.info), "r"
+            )
 
 
 EMBEDDER = info(PoolingInfo(["embed"], "LAST", 8))
@@ -155,16 +157,16 @@ def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
         (TextPair("cat", "dog", ""), "cache_salt must not be empty"),
     ):
         with pytest.raises(ValueError, match=text):
-            prepare(intake, prompt, params, "r", 1)
+            prepare_pooling(intake, prompt, params, "r")
     named = PoolingParams(task="embed", prompt_name="query")
     for prompt, text in (
         ([1, 2], "not before token ids"),
         (TextPair("cat", "dog"), "not before a pair of texts"),
     ):
         with pytest.raises(ValueError, match=text):
-            prepare(intake, prompt, named, "r", 1)
+            prepare_pooling(intake, prompt, named, "r")
     with pytest.raises(ValueError, match="pools and does not generate"):
-        intake.prepare("cat", None, "r", 1)
+        intake.prepare("cat", None, "r")
     with pytest.raises(ValueError, match="generates text and does not pool"):
         completed(None, info(None))
 
@@ -199,10 +201,10 @@ def test_embeddings_are_pooled_without_text() -> None:
     takes = msgspec.structs.replace(EMBEDDER, embeddings=EmbeddingsInfo(4, prompts=True))
     intake, params = Intake(takes, None), completed(None, takes)
     rows: Any = {"prompt_embeds": np.ones((5, 4), np.float32), "cache_salt": "s"}
-    prepared = prepare(intake, rows, params, "r", 1)
+    prepared = prepare_pooling(intake, rows, params, "r")
     content = prepared.request.prompt
     assert (content.token_ids, content.cache_salt, prepared.prompt_text) == ([0] * 5, "s", None)
     assert [medium.num_tokens for medium in content.media] == [5]
     cut = completed(PoolingParams(truncate_prompt_tokens=3), takes)
     with pytest.raises(ValueError, match="truncate_prompt_tokens does not go with prompt_embeds"):
-        prepare(intake, rows, cut, "r", 1)
+        prepare_pooling(intake, rows, cut, "r")

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.requests.defaults import USUAL_LENGTH
+from pagewire.frontend.requests.checked_params import USUAL_LENGTH
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.conversation import with_call_ids

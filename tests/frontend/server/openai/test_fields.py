@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.api.slow_work import SlowWork
+from pagewire.frontend.api.off_loop import OffLoopThreads
 from pagewire.frontend.requests.outputs import CompletionOutput, best_outputs
 from pagewire.frontend.server.http.body import SMALL_BODY_BYTES, Decoder
 from pagewire.frontend.server.http.warnings import begin_warnings
@@ -316,7 +316,7 @@ def test_templates_in_requests_have_threads_of_their_own(
     """Those that are slow hold up neither other requests nor, beyond a bounded queue, one another."""
     core.auto = True
     client, release = serve(trust_request_chat_template=True), threading.Event()
-    work = client.app.state.service.request_templates = SlowWork("chat templates", 1, 1)
+    work = client.app.state.service.request_templates = OffLoopThreads("chat templates", 1, 1)
     body = {"messages": HELLO, "chat_template": "w7 {{ messages[0].content }}"}
 
     async def beside_slow_ones() -> list[Answer]:

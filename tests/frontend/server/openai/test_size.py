@@ -39,7 +39,7 @@ def tool(index: int, num_properties: int = 0) -> dict[str, Any]:
 @pytest.fixture
 def untouched(engine: AsyncLLM, core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Asserts that nothing was tokenized or submitted since the last time."""
-    tokenizer = engine.session.tokenizer
+    tokenizer = engine.session.intake.tokenizer
     assert tokenizer is not None
     encoded: list[str] = []
 
@@ -217,7 +217,7 @@ def test_a_body_of_brackets_is_refused_before_it_is_decoded(client: Client) -> N
 def test_parameters_are_checked_once_for_all_prompts(
     client: Client, core: FakeCore, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, words = engine.session.tokenizer, []
+    tokenizer, words = engine.session.intake.tokenizer, []
     assert tokenizer is not None
     encode_batch: Callable[..., list[list[int]]] = tokenizer.encode_batch
 
