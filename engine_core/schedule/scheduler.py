@@ -35,16 +35,22 @@ from typing import Literal
 from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.engine_core.schedule.cache_group import CacheGroup
 from pagewire.engine_core.schedule.cold import ColdPrefixes
-from pagewire.engine_core.schedule.deltas import add_facts, error_delta, error_of, pooled_delta
 from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.launches import LaunchLength
 from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.retained import RetainedPrefixes
+from pagewire.engine_core.schedule.row_results import (
+    add_facts,
+    error_delta,
+    error_of,
+    forget_blocks,
+    pooled_delta,
+    spoiled_by,
+)
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arrival, by_priority
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
-from pagewire.engine_core.schedule.spoiled import forget_blocks, spoiled_by
 from pagewire.engine_core.schedule.step import (
     Outcome,
     PlannedStep,

@@ -31,7 +31,7 @@ from pagewire.frontend.api.loop_mailbox import LoopMailbox, OutputListener
 from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, media_threads, num_chars, tokenize_off_loop
 from pagewire.frontend.core import open_session
 from pagewire.frontend.core.session import Session
-from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked, ignore_usage_context
+from pagewire.frontend.core.stat_loggers import StatLoggerBase, check_loggers, ignore_usage_context
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.checked_params import CheckedParams, params_for
@@ -93,7 +93,7 @@ class AsyncLLM(AsyncEngine):
                 "pause_generation holds requests back"
             )
         ignore_usage_context(usage_context)
-        return cls(open_session.spawn(engine_args, restarts, checked(stat_loggers)))
+        return cls(open_session.spawn(engine_args, restarts, check_loggers(stat_loggers)))
 
     @classmethod
     def _over(cls, session: Session) -> Self:

@@ -15,7 +15,12 @@ from pagewire.frontend.api.local_engine import LocalEngine
 from pagewire.frontend.core import open_session
 from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.session import Session
-from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked, ignore_usage_context, status_line
+from pagewire.frontend.core.stat_loggers import (
+    StatLoggerBase,
+    check_loggers,
+    ignore_usage_context,
+    status_line,
+)
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, refuse_adapter
@@ -70,7 +75,7 @@ class LLMEngine(LocalEngine):
             EngineDeadError: the core failed while it started; the text is the cause.
         """
         ignore_usage_context(usage_context)
-        return cls(open_session.spawn(engine_args, restarts, checked(stat_loggers)))
+        return cls(open_session.spawn(engine_args, restarts, check_loggers(stat_loggers)))
 
     @classmethod
     def _over(cls, session: Session) -> Self:

@@ -163,7 +163,7 @@ class Custody:
             self.tried = state
 
 
-def resumed(state: RequestState) -> Request:
+def request_to_resume(state: RequestState) -> Request:
     """The request as a new core gets it, to go on where the lost one was.
 
     What was delivered is not delivered again: tokens, and log probabilities of the prompt. A sequence that has
@@ -184,6 +184,6 @@ def resumed(state: RequestState) -> Request:
     )
 
 
-def ended(state: RequestState) -> list[tuple[int, int]]:
+def ended_sequences(state: RequestState) -> list[tuple[int, int]]:
     """(key, index) of each sequence of the request that has ended."""
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]

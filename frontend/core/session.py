@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from pagewire.frontend import wiring
 from pagewire.frontend.core.core_source import CoreProcess
-from pagewire.frontend.core.custody import Custody, ended, resumed
+from pagewire.frontend.core.custody import Custody, ended_sequences, request_to_resume
 from pagewire.frontend.core.mailbox import Mailbox
 from pagewire.frontend.core.metrics import Metric, read_metrics
 from pagewire.frontend.core.request_table import RequestTable, Spans, portions
@@ -320,10 +320,10 @@ class Session:
     def _resume(self, client: EngineClient, states: list[RequestState]) -> Failed:
         """Send requests to another core, where they go on. Returns those that it cannot get, with the errors."""
         try:
-            failed = self._send(client, [resumed(state) for state in states])
+            failed = self._send(client, [request_to_resume(state) for state in states])
         except EngineBusyError as error:
             return [(state, error) for state in states]
-        client.abort(sequences=[place for state in states for place in ended(state)])
+        client.abort(sequences=[place for state in states for place in ended_sequences(state)])
         return failed
 
     def _send(self, client: EngineClient, requests: list[Request]) -> Failed:

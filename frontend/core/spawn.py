@@ -56,7 +56,9 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
         ValueError, PermissionError, OSError: a bad address, no process could be started, no engine is installed, or
             this is no Linux.
     """
-    from pagewire.ipc.models.registrations import registered  # a frontend that attaches registers nothing
+    from pagewire.ipc.models.registrations import (
+        all_registrations,  # a frontend that attaches registers nothing
+    )
 
     require_linux()
     if find_spec("pagewire.engine_core") is None:
@@ -67,7 +69,7 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     command = [sys.executable, "-m", "pagewire.engine_core", "--listen", address, "--options-stdin"]
     if args.has_local_worker:
         command += ["--worker-address", private_address(f"worker-{os.getpid()}-{uuid.uuid4().hex[:12]}")]
-    options = msgspec.json.encode({"options": dataclasses.asdict(args), "registrations": registered()})
+    options = msgspec.json.encode({"options": dataclasses.asdict(args), "registrations": all_registrations()})
     return SpawnedCore(Child(command, stdin=options, env=os.environ | ray_cluster.environment()), address)
 
 

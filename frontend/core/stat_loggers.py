@@ -130,7 +130,7 @@ def status_line(status: Mapping[str, Any]) -> str:
     return "engine: " + ", ".join(f"{name} {value}" for name, value in status.items() if name != "clients")
 
 
-def checked(loggers: Any) -> dict[str, StatLoggerBase]:
+def check_loggers(loggers: Any) -> dict[str, StatLoggerBase]:
     """The loggers given as `stat_loggers`; {} for None.
 
     Raises:

@@ -12,7 +12,7 @@ from functools import cache
 
 import msgspec
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.limits import MIN_SPEECH_SECONDS
 from pagewire.frontend.media.picture import decode_picture, load_pillow
 from pagewire.frontend.media.sound import convert_samples, decode_sound, load_sound_libraries

@@ -24,7 +24,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from pagewire.frontend.media.access import MediaAccess
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.tenants import current_tenant

@@ -14,9 +14,8 @@ from typing import Any
 
 from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.cache import RecentKeys
-from pagewire.frontend.media.errors import MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
-from pagewire.frontend.media.keys import KEYS
+from pagewire.frontend.media.keys import KEYS, MediaFieldError
 from pagewire.frontend.media.layout import LaidOut, lay_out
 from pagewire.frontend.media.loader import MediaLoader
 from pagewire.frontend.media.objects import item_of

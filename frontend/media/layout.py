@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.items import Decoded
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.parts import NAMES
 from pagewire.ipc.wire.embeddings import media_of
 from pagewire.ipc.wire.items import Media

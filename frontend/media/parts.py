@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire.frontend.media.errors import MediaError, MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
+from pagewire.frontend.media.keys import MediaError, MediaFieldError
 from pagewire.frontend.media.objects import item_of
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.media import MediaInfo

@@ -7,7 +7,7 @@ from importlib import import_module
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.limits import MAX_PIXELS, MAX_SIDE
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from importlib import import_module
 from io import BytesIO
 from typing import TYPE_CHECKING, TypeAlias
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.limits import (
     MAX_CHANNELS,
     MAX_LOUDNESS,
@@ -60,7 +60,7 @@ def decode_sound(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
         raise
     except Exception:  # of any type, by what is wrong with its bytes
         raise MediaError("a sound is damaged or truncated") from None
-    return packed(resampled(samples, own_rate, rate))
+    return pack_samples(resample_sound(samples, own_rate, rate))
 
 
 def convert_samples(data: bytes, own_rate: int, rate: int) -> tuple[tuple[int, ...], bytes]:
@@ -69,7 +69,7 @@ def convert_samples(data: bytes, own_rate: int, rate: int) -> tuple[tuple[int, .
 
     samples = np.frombuffer(data, "<f4").astype(np.float32)
     check_length(len(samples), own_rate, 1)
-    return packed(resampled(samples, own_rate, rate))
+    return pack_samples(resample_sound(samples, own_rate, rate))
 
 
 def is_known(data: bytes) -> bool:
@@ -111,7 +111,7 @@ def mono(file: soundfile.SoundFile) -> Samples:
     return np.concatenate(blocks)
 
 
-def resampled(samples: Samples, own_rate: int, rate: int) -> Samples:
+def resample_sound(samples: Samples, own_rate: int, rate: int) -> Samples:
     """Samples [n] at another rate; rate 0: at their own."""
     import numpy as np
     import soxr
@@ -126,7 +126,7 @@ def resampled(samples: Samples, own_rate: int, rate: int) -> Samples:
     return fitted
 
 
-def packed(samples: Samples) -> tuple[tuple[int, ...], bytes]:
+def pack_samples(samples: Samples) -> tuple[tuple[int, ...], bytes]:
     """The shape and the bytes of samples, which are checked. Raises MediaError."""
     import numpy as np
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-from pagewire.ipc.bounds import converted
+from pagewire.ipc.bounds import convert_value
 from pagewire.ipc.digest import sha256_of
 from pagewire.ipc.errors import FieldTypeError, FieldValueError
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
@@ -76,7 +76,7 @@ class AdapterBook:
             folder = self._folder(lora_request.lora_path)
             path, version = str(folder), adapter_version(folder)
         fields = (lora_request.lora_name, lora_request.lora_int_id, path, version)
-        source: AdapterSource = converted("lora_request", fields, AdapterSource)
+        source: AdapterSource = convert_value("lora_request", fields, AdapterSource)
         return source
 
     @property

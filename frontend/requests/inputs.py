@@ -30,7 +30,7 @@ from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
 from pagewire.frontend.requests.prompt_adapters import PromptAdapter, PromptAdapterRequest
 from pagewire.frontend.requests.retention import KEY as RETENTION_KEY
 from pagewire.frontend.requests.retention import retention_of
-from pagewire.frontend.requests.sources import SourcedPrompt, SourceText, is_explicit, sourced
+from pagewire.frontend.requests.sources import SourcedPrompt, SourceText, is_explicit, make_sourced
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.tokenizer import Tokenizer
@@ -202,7 +202,7 @@ class Intake:
                 priority=priority,
                 age=age,
                 adapter=None if adapter is None else adapter.source,
-                output_token_ids=generated(prompt),
+                output_token_ids=generated_tokens(prompt),
                 retention=retention_of(prompt),
             ),
             text,
@@ -221,7 +221,7 @@ class Intake:
         if params.prompt_logprobs is not None:
             raise FieldValueError("prompt_logprobs", NO_PROMPT_LOGPROBS)
         salt = None if is_explicit(prompt) else salt_of(prompt)
-        return sourced(prompt, info, self.info.block_size, self._part, partial(self._hear, salt), salt)
+        return make_sourced(prompt, info, self.info.block_size, self._part, partial(self._hear, salt), salt)
 
     def _hear(self, salt: str | None, prompt: Mapping[str, Any]) -> list[Decoded]:
         assert self.media is not None  # an engine that hears takes sounds
@@ -457,7 +457,7 @@ def check_keys(prompt: Mapping[str, Any], takes_media: bool = False) -> None:
             raise FieldValueError(name, f": {reason}")
 
 
-def generated(prompt: Any) -> list[list[int]] | None:
+def generated_tokens(prompt: Any) -> list[list[int]] | None:
     """The tokens that a prompt's output goes on with, as a request has them; None if it begins."""
     token_ids = prompt.get(GENERATED) if isinstance(prompt, Mapping) else None
     return None if token_ids is None else [list(token_ids)]

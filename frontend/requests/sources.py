@@ -51,7 +51,7 @@ def is_explicit(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and (ENCODER in prompt or DECODER in prompt)
 
 
-def sourced(
+def make_sourced(
     prompt: Any, info: SourceInfo, block_size: int, tokenize: Tokenize, hear: Hear, salt: str | None
 ) -> SourcedPrompt:
     """A prompt of an encoder-decoder.

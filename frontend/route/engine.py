@@ -8,16 +8,16 @@ from typing import Any
 from pagewire.frontend.client import AsyncLLM, MediaAccess, Owner, Session, intake_opener, own_salt
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.placement import Policy
-from pagewire.frontend.route.places import running
+from pagewire.frontend.route.places import running_place
 from pagewire.frontend.route.replica import CorePlace
 
 
-def routed(
+def open_router(
     places: Sequence[CorePlace],
     *,
     patience: float = 30.0,
     policy: Policy = "prefix",
-    place_at: Callable[[str], CorePlace] = running,
+    place_at: Callable[[str], CorePlace] = running_place,
     traces_endpoint: str | None = None,
     media_access: MediaAccess | None = None,
     **tokenizer_options: Any,

@@ -14,7 +14,7 @@ from pagewire.ipc.wire.messages import EngineInfo
 Row: TypeAlias = dict[str, Any]
 
 
-def relabelled(rows: list[Row], number: int) -> list[Row]:
+def relabel_rows(rows: list[Row], number: int) -> list[Row]:
     """The metrics of a core, with its number as their label `engine`.
 
     Raises:

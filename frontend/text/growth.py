@@ -100,7 +100,7 @@ def spend(num_bytes: int) -> None:
         raise ValueError(f"it creates texts and lists of more than {MAX_BYTES} bytes in all")
 
 
-def checked(value: Any) -> Any:
+def count_value(value: Any) -> Any:
     """Return a value that was made, and count it; raise ValueError if it is too long, or bytes."""
     if isinstance(value, str):
         check_size(len(value))
@@ -113,7 +113,7 @@ def checked(value: Any) -> Any:
     return value
 
 
-def counted(items: Iterable[Any], num_bytes: int = 0) -> Iterator[Any]:
+def count_items(items: Iterable[Any], num_bytes: int = 0) -> Iterator[Any]:
     """Yield items, checking time and number. num_bytes: that are made for each."""
     for number, item in enumerate(items, 1):
         check_time()

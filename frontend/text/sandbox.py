@@ -32,8 +32,8 @@ from pagewire.frontend.text.growth import (
     check_join,
     check_size,
     check_time,
-    checked,
-    counted,
+    count_items,
+    count_value,
     end,
     spend,
     text_size,
@@ -89,7 +89,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- limits
 
 
-def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a filter with the checks of time and size."""
 
     @functools.wraps(function)  # copies Jinja's attributes, too
@@ -99,7 +99,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if place < len(args):
             args = (*args[:place], bounded_subject(name, args[place]), *args[place + 1 :])
             check_growth(name, args[place], (*args[place + 1 :], *kwargs.values()))
-        return checked(function(*args, **kwargs))
+        return count_value(function(*args, **kwargs))
 
     return call
 
@@ -107,7 +107,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def bounded_subject(name: str, subject: Any) -> Any:
     """The value to call a filter on, after a check of its size; an iterator stops where it yields too much."""
     if name in OF_ITEMS and isinstance(subject, Iterator):
-        return counted(subject)
+        return count_items(subject)
     if name in OF_TEXT and not isinstance(subject, (str, Iterator)):
         text_size(subject)
     return subject
@@ -116,7 +116,7 @@ def bounded_subject(name: str, subject: Any) -> Any:
 @pass_eval_context
 def join(context: nodes.EvalContext, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
     """Jinja's filter `join`, with the length checked before."""
-    items = items if isinstance(items, str) else list(counted(items))
+    items = items if isinstance(items, str) else list(count_items(items))
     if attribute is None:
         check_join(items, str(d))
     else:
@@ -133,19 +133,19 @@ def add_up(environment: Sandbox, numbers: Any, attribute: str | int | None = Non
     return do_sum(environment, numbers, attribute, start)
 
 
-def concatenated(items: list[Any]) -> str:
+def concatenate_items(items: list[Any]) -> str:
     """Concatenate the operands of `~`, with the length checked before."""
     check_size(sum(map(text_size, items)))
-    return cast(str, checked("".join(map(str, items))))
+    return cast(str, count_value("".join(map(str, items))))
 
 
-def sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
+def slice_value(value: Any, start: Any, stop: Any, step: Any) -> Any:
     """Return `value[start:stop:step]`, and count it: code of Jinja's own would not."""
-    return checked(value[start:stop:step])
+    return count_value(value[start:stop:step])
 
 
 @pass_eval_context
-def shown(context: nodes.EvalContext, value: Any) -> Any:
+def count_written(context: nodes.EvalContext, value: Any) -> Any:
     """Count a value that is written, in macros and blocks, too; Jinja converts it to a text.
 
     It takes the context so that Jinja cannot call it, nor what makes the value, while it compiles.
@@ -155,7 +155,7 @@ def shown(context: nodes.EvalContext, value: Any) -> Any:
 
 
 class Metered(NodeTransformer):
-    """Rewrites loops, `~` and slices to use the filters `metered`, `concatenated` and `sliced`."""
+    """Rewrites loops, `~` and slices to use the filters `metered`, `concatenate_items` and `slice_value`."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         """Rewrite a loop."""
@@ -203,7 +203,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             check_growth("%", left, right if isinstance(right, tuple) else (right,))
         elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
             (check_size if isinstance(left, str) else check_items)(len(left) + len(right))
-        return checked(super().call_binop(context, operator, left, right))
+        return count_value(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a function, a macro or a method.
@@ -215,9 +215,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if isinstance(subject, str) and name == "join" and args and isinstance(args[0], Iterator):
-            args = (list(counted(args[0])), *args[1:])
+            args = (list(count_items(args[0])), *args[1:])
         check_growth(name, subject, (*args, *kwargs.values()))
-        return checked(super().call(__context, __obj, *args, **kwargs))
+        return count_value(super().call(__context, __obj, *args, **kwargs))
 
 
 class GenerationTag(Extension):
@@ -239,7 +239,7 @@ def environment() -> Sandbox:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
-        finalize=shown,
+        finalize=count_written,
         optimized=False,  # what it would compute while it compiles has no limits
     )
     del (
@@ -248,8 +248,8 @@ def environment() -> Sandbox:
         sandbox.filters["urlize"],
     )  # no prompt needs them
     sandbox.filters |= {"tojson": to_json, "join": join, "sum": add_up}
-    sandbox.filters |= {name: bounded(name, function) for name, function in sandbox.filters.items()}
-    sandbox.filters |= {"metered": counted, "concatenated": concatenated, "sliced": sliced}
+    sandbox.filters |= {name: bound_filter(name, function) for name, function in sandbox.filters.items()}
+    sandbox.filters |= {"metered": count_items, "concatenated": concatenate_items, "sliced": slice_value}
     sandbox.globals["raise_exception"] = raise_exception
     sandbox.globals["strftime_now"] = strftime_now
     return sandbox

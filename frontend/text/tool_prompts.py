@@ -1,7 +1,7 @@
 """Tools in the prompt of a model whose chat template does not know them.
 
 The functions stand in the system message as JSON, with the form of a call. Calls of the conversation are written in
-that form, and their results stand in messages of the user. The dialect `prompted` reads such calls.
+that form, and their results stand in messages of the user. The dialect `put_tools` reads such calls.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def render_prompted(source: str, special_tokens: Mapping[str, Any], conversation
         ValueError, TypeError: as `render_source`.
     """
     if conversation.prompts_tools and (conversation.tools or any(map(has_tools, conversation.messages))):
-        conversation = prompted(knowledge_of(source), conversation)
+        conversation = put_tools(knowledge_of(source), conversation)
     return render_source(source, special_tokens, conversation)
 
 
@@ -95,7 +95,7 @@ def has_tools(message: Any) -> bool:
     return isinstance(message, Mapping) and bool(message.get("tool_calls") or message.get("role") == "tool")
 
 
-def prompted(knowledge: TemplateKnowledge, conversation: Conversation) -> Conversation:
+def put_tools(knowledge: TemplateKnowledge, conversation: Conversation) -> Conversation:
     """Return a conversation with tools, calls and results in the text of messages that a template shows.
 
     Raises:
@@ -137,7 +137,7 @@ def without_calls(messages: Sequence[Any], tagged: bool) -> list[Any]:
         if follows_result and message.get("role") == "user":
             result[-1] = {
                 **result[-1],
-                "content": joined(result[-1]["content"], message.get("content"), "\n"),
+                "content": join_contents(result[-1]["content"], message.get("content"), "\n"),
             }
         else:
             result.append(message)
@@ -165,8 +165,8 @@ def result_content(message: Mapping[str, Any]) -> Any:
     """Return the content of a result between tags that name its function."""
     name, content = message.get("name"), message.get("content")
     named = f" name={json.dumps(name, ensure_ascii=False)}" if isinstance(name, str) else ""
-    begun = joined(f"<tool_response{named}>\n", "" if content is None else content, "")
-    return joined(begun, RESULT_END, "")
+    begun = join_contents(f"<tool_response{named}>\n", "" if content is None else content, "")
+    return join_contents(begun, RESULT_END, "")
 
 
 def with_text(messages: Sequence[Any], text: str, in_system: bool) -> list[Any]:
@@ -174,16 +174,19 @@ def with_text(messages: Sequence[Any], text: str, in_system: bool) -> list[Any]:
     result = list(messages)
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in result]
     if in_system and roles and roles[0] in FIRST_ROLES:
-        result[0] = {**result[0], "content": joined(result[0].get("content"), text, "\n\n")}
+        result[0] = {**result[0], "content": join_contents(result[0].get("content"), text, "\n\n")}
     elif in_system or "user" not in roles:
         result.insert(0, {"role": "system", "content": text})
     else:
         place = roles.index("user")
-        result[place] = {**result[place], "content": joined(text, result[place].get("content"), "\n\n")}
+        result[place] = {
+            **result[place],
+            "content": join_contents(text, result[place].get("content"), "\n\n"),
+        }
     return result
 
 
-def joined(first: Any, second: Any, separator: str) -> Any:
+def join_contents(first: Any, second: Any, separator: str) -> Any:
     """Return two contents as one: text if both are, else a list of parts."""
     if not first or not second:
         return first or second

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.gguf.file import is_gguf, parts_of
-from pagewire.ipc.quoting import quoted, shortened
+from pagewire.ipc.quoting import quoted, shorten_text
 
 PREFIX = "hf:"
 PREFIXES = (PREFIX, "hf.co/", "huggingface.co/")
@@ -100,7 +100,7 @@ def position(labels: Sequence[str | None], tag: str | None) -> int | None:
     return 0 if tag is None and labels else None
 
 
-def chosen(files: Iterable[str], given: HubName) -> list[str]:
+def choose_gguf(files: Iterable[str], given: HubName) -> list[str]:
     """The GGUF file that a name means, with all parts of a split one; none: the repository has other weights.
 
     files: paths in the repository. Of several with one quantisation, that with the shortest path is taken.
@@ -125,7 +125,9 @@ def chosen(files: Iterable[str], given: HubName) -> list[str]:
         there = (
             ", ".join(label or model for label, model in zip(labels, models, strict=True)) or "no GGUF file"
         )
-        raise ModelNotFoundError(f"{given.repository} has no {quoted(tag)}; it has: {shortened(there, 300)}")
+        raise ModelNotFoundError(
+            f"{given.repository} has no {quoted(tag)}; it has: {shorten_text(there, 300)}"
+        )
     parts = [str(part) for part in parts_of(Path(models[index]))]
     if missing := [part for part in parts if part not in names]:
         raise ModelNotFoundError(f"{given.repository} lacks {missing[0]}, a part of {models[index]}")

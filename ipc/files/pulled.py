@@ -147,7 +147,7 @@ def remove(given: HubName) -> str:
     """
     if (model := find(given)) is not None:
         given = model.given
-    with locked(given):
+    with lock_model(given):
         root, name = pulled_root(), stem(given)
         if model is None and not (root / name).is_dir():
             raise ModelNotFoundError(f"{given} was not pulled; only models that were pulled are removed")
@@ -157,7 +157,7 @@ def remove(given: HubName) -> str:
 
 
 @contextmanager
-def locked(given: HubName) -> Iterator[None]:
+def lock_model(given: HubName) -> Iterator[None]:
     """Be the only process that changes a model's files.
 
     Raises:

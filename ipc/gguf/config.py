@@ -17,12 +17,12 @@ from pagewire.ipc.gguf.fields import (
     NUMBER,
     Fields,
     Values,
+    expert_fields,
     experts,
     head_size,
     partial_rotary,
     read_floats,
     rms,
-    routed,
     shape_of,
 )
 from pagewire.ipc.gguf.file import GgufError, GgufFile
@@ -243,7 +243,7 @@ def qwen2moe(file: GgufFile) -> Values:
     shared = shape_of(file, "blk.0.ffn_gate_shexp.weight", 2)[0]
     return (
         qwen2(file)
-        | routed(file)
+        | expert_fields(file)
         | {
             "model_type": "qwen2_moe",
             "shared_expert_intermediate_size": shared,
@@ -254,7 +254,7 @@ def qwen2moe(file: GgufFile) -> Values:
 
 def qwen3moe(file: GgufFile) -> Values:
     """Qwen 3 with experts."""
-    return qwen3(file) | routed(file) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+    return qwen3(file) | expert_fields(file) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
 def gemma(file: GgufFile) -> Values:

@@ -39,7 +39,7 @@ _models: dict[str, str] = {}
 _families: dict[str, None] = {}  # a set that keeps its order
 
 
-def registered(plugins: tuple[str, ...] = ()) -> Registrations:
+def all_registrations(plugins: tuple[str, ...] = ()) -> Registrations:
     """All that is registered in this process. plugins: those that are loaded."""
     return Registrations(dict(_models), tuple(_families), plugins)
 
@@ -106,7 +106,7 @@ def import_path(kind: type) -> str:
     return path
 
 
-def imported(path: str) -> Any:
+def import_object(path: str) -> Any:
     """The object at an import path.
 
     Raises:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypedDict, T
 import msgspec
 from msgspec import Meta
 
-from pagewire.ipc.bounds import converted
+from pagewire.ipc.bounds import convert_value
 from pagewire.ipc.compatibility import KnowsAttributes
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.wire.budget import MAX_NAME_CHARS, MAX_OPTIONS_CHARS, MAX_WEIGHT_BYTES
@@ -172,7 +172,7 @@ class RemoteCall(msgspec.Struct, frozen=True, dict=True):
 
     def _checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            name: converted(f"{self.name}: {name}", value, self.types[name])
+            name: convert_value(f"{self.name}: {name}", value, self.types[name])
             for name, value in arguments.items()
             if name in self.sent.parameters
         }

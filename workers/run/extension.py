@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagewire.ipc.models.registrations import imported
-from pagewire.ipc.quoting import shortened
+from pagewire.ipc.models.registrations import import_object
+from pagewire.ipc.quoting import shorten_text
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.workers.errors import LoadError
 
@@ -49,7 +49,7 @@ class ExtensionClass:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._class = imported(path) if path else None
+            self._class = import_object(path) if path else None
         except Exception as error:
             raise self._refusal(error) from error
 
@@ -75,4 +75,4 @@ class ExtensionClass:
 
     def _refusal(self, error: Exception) -> LoadError:
         cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return LoadError(f"worker_extension: {self._path}: {shortened(cause, MAX_ERROR)}")
+        return LoadError(f"worker_extension: {self._path}: {shorten_text(cause, MAX_ERROR)}")

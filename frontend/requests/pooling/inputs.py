@@ -57,7 +57,9 @@ def engine_task(task: str | None, info: PoolingInfo) -> str:
     raise ValueError(f"this model does not serve the task {task!r}, it serves {', '.join(info.tasks)}")
 
 
-def completed(params: PoolingParams | None, info: EngineInfo, task: str | None = None) -> PoolingParams:
+def check_pooling_params(
+    params: PoolingParams | None, info: EngineInfo, task: str | None = None
+) -> PoolingParams:
     """A copy of parameters with everything that the engine needs to know; task: in place of that of `params`.
 
     Raises:
@@ -131,7 +133,7 @@ def complete(
             params = params.clone()
             params.truncate_prompt_tokens = truncate_prompt_tokens
             params.__post_init__()
-    return completed(params, info, task)
+    return check_pooling_params(params, info, task)
 
 
 def prepare_pooling(
@@ -143,7 +145,7 @@ def prepare_pooling(
     age: float = 0.0,
     lora_request: LoRARequest | None = None,
 ) -> Prepared:
-    """The request for one prompt. params: `completed`. prompt: as for generation, or a `TextPair`.
+    """The request for one prompt. params: `check_pooling_params`. prompt: as for generation, or a `TextPair`.
 
     age: seconds since the request arrived. lora_request: the adapter that it runs with.
 

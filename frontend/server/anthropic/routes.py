@@ -32,7 +32,7 @@ from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, FieldNames, api_error
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, tools_of
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat, place_media, prepare, tools_of
 from pagewire.frontend.server.serving.exchange import Exchange, while_connected
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service, Services
@@ -182,7 +182,7 @@ async def num_tokens(service: Service, request: CountTokensRequest) -> CountToke
     edits = read_edits(request.context_management)
     edited = EditedPrompt(edits or [])
     prompt = await edited.render(service, chat, await tools_of(service, chat, counts=True), counts=True)
-    number = len(await counted(service, prompt))
+    number = len(await place_media(service, prompt))
     if edits is None:
         return CountTokensResponse(number)
     return CountTokensResponse(number, OriginalTokens(number if edited.original is None else edited.original))

@@ -27,7 +27,7 @@ from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.form import MEDIA_TYPE, FormDecoder
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service, Services
@@ -141,7 +141,7 @@ class RecordingRequests:
         exchange, number = self._exchange, self._number
         self._number += 1
         stream = self._service.engine.generate_all(
-            [salted(prompt, self._request.cache_salt)],
+            [salt_prompt(prompt, self._request.cache_salt)],
             params,
             f"{exchange.id}-{number}",
             priority=self._request.priority or 0,

@@ -22,8 +22,8 @@ from pagewire.frontend.server.batches.lines import (
     Failure,
     InvalidLineError,
     Result,
-    checked,
     custom_id_of,
+    parse_line,
     run_lines,
     write_to,
 )
@@ -111,7 +111,7 @@ class BatchRunner:
                 if not line.strip():
                     continue
                 try:
-                    request = checked(number, line, seen)
+                    request = parse_line(number, line, seen)
                     if request.url != batch.endpoint:
                         raise InvalidLineError(
                             "mismatched_endpoint", f"url is not the batch's, {batch.endpoint}"

@@ -28,7 +28,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.prepared_chat import prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.parsing.reasoning import begins_within
 from pagewire.frontend.server.serving.exchange import Exchange
@@ -158,7 +158,7 @@ async def read(
     """The outputs of all reads, which run together. Only the first of a question's counts in the usage."""
     prompts, params = reads_of(prepared)
     stream = service.engine.generate_all(
-        [salted(prompt, request.cache_salt) for prompt in prompts],
+        [salt_prompt(prompt, request.cache_salt) for prompt in prompts],
         params,
         exchange.id,
         priority=request.priority or 0,

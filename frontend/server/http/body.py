@@ -199,7 +199,7 @@ class Decoder(Generic[T]):
         except RecursionError as error:
             raise msgspec.DecodeError(str(error)) from None
         if unknown := self._unknown(body):
-            warn(f"unknown fields are ignored: {shortened(unknown)}")
+            warn(f"unknown fields are ignored: {shorten_names(unknown)}")
         self._absent.settle(request)
         return request
 
@@ -258,7 +258,7 @@ async def decoded_body(scope: Scope, receive: Receive, decoder: Decoder[T], opti
             return decoder.decode(body)
 
 
-def shortened(names: Iterable[str]) -> str:
+def shorten_names(names: Iterable[str]) -> str:
     """Return a list of names for a warning: at most `MAX_NAMED`, each of at most `MAX_NAME` characters."""
     some = sorted(names)
     more = ", ..." if len(some) > MAX_NAMED else ""

@@ -13,7 +13,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from pagewire.frontend.server.http.body import IncomingBodies, receive_within, shortened
+from pagewire.frontend.server.http.body import IncomingBodies, receive_within, shorten_names
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.warnings import warn
@@ -81,7 +81,7 @@ class FormDecoder(Generic[T]):
             else:
                 values[name] = value
         if unknown := values.keys() - set(self.fields):
-            warn(f"unknown fields are ignored: {shortened(unknown)}")
+            warn(f"unknown fields are ignored: {shorten_names(unknown)}")
         return msgspec.convert(values, self._kind, strict=False)
 
 

@@ -55,10 +55,10 @@ def middleware(
         stack.append(cors)
     if options.keyed:
         stack.append(Middleware(KeyCheck, keys=ApiKeys(options, priorities=priorities), files=files))
-    return stack + [imported(path) for path in options.middleware]
+    return stack + [import_middleware(path) for path in options.middleware]
 
 
-def imported(path: str) -> Middleware:
+def import_middleware(path: str) -> Middleware:
     """Import the user's middleware: an ASGI class, or an async function (request, call_next).
 
     Raises:

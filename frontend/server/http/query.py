@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from starlette.requests import Request
 
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.ipc.bounds import converted, meta_of, plain
+from pagewire.ipc.bounds import convert_value, meta_of, plain
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.calls import CALLS
 
@@ -105,7 +105,7 @@ def within_bounds(name: str, value: int, kind: Any) -> int:
         APIError: the value is out of the bounds.
     """
     try:
-        converted(name, value, kind)
+        convert_value(name, value, kind)
     except ValueError as error:
         raise APIError(400, str(error), param=name) from None
     return value

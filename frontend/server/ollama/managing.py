@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.response import HttpResponse
 from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.ollama.protocol import DeleteRequest, PullRequest, PullStatus
-from pagewire.frontend.server.operate.admin import Endpoint, guarded
+from pagewire.frontend.server.operate.admin import Endpoint, guard_endpoint
 from pagewire.frontend.server.serving.exchange import while_connected
 from pagewire.frontend.server.serving.service import Services
 from pagewire.frontend.server.shelf.pulled_shelf import PulledShelf
@@ -48,7 +48,7 @@ def routes(services: Services) -> list[Operation]:
 
     async def pull(request: Request) -> Response:
         fields = await read_request(request, TO_PULL, services.options)
-        given = named(fields.model or fields.name)
+        given = parse_model_name(fields.model or fields.name)
         if fields.insecure:
             warn("insecure has no effect: the hub is the one of HF_ENDPOINT")
         assert shelf is not None
@@ -57,14 +57,14 @@ def routes(services: Services) -> list[Operation]:
     async def delete(request: Request) -> Response:
         fields = await read_request(request, TO_DELETE, services.options)
         assert shelf is not None
-        await shelf.delete(named(fields.model or fields.name))
+        await shelf.delete(parse_model_name(fields.model or fields.name))
         return Response()
 
     return [
         Operation(
             "POST",
             "/api/pull",
-            refusing(needs) if shelf is None else guarded(pull),
+            refusing(needs) if shelf is None else guard_endpoint(pull),
             "Download a model of the hub, and serve it (--pulled, --enable-admin).",
             body=PullRequest,
             result=PullStatus,
@@ -73,7 +73,7 @@ def routes(services: Services) -> list[Operation]:
         Operation(
             "DELETE",
             "/api/delete",
-            refusing(needs) if shelf is None else guarded(delete),
+            refusing(needs) if shelf is None else guard_endpoint(delete),
             "Remove a model that was pulled (--pulled, --enable-admin).",
             body=DeleteRequest,
         ),
@@ -90,7 +90,7 @@ def refusing(advice: str) -> Endpoint:
     return refuse
 
 
-def named(name: str | None) -> HubName:
+def parse_model_name(name: str | None) -> HubName:
     """Return the model of the hub that a request names.
 
     Raises:

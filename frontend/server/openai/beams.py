@@ -17,7 +17,7 @@ from pagewire.frontend.client import (
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.constraints import demands
 from pagewire.frontend.server.openai.protocol import SamplingFields
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.serving.exchange import Exchange, check_aborted
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.beams import refusal
@@ -96,7 +96,7 @@ async def beam_outputs(
     )
     return await search_all(
         service.engine.session,
-        [salted(prompt, request.cache_salt) for prompt in prompts],
+        [salt_prompt(prompt, request.cache_salt) for prompt in prompts],
         beam_params(service, request, params),
         params,
         complete,

@@ -12,7 +12,7 @@ from pagewire.frontend.client import CompletionOutput, RequestOutput, check_temp
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
-from pagewire.frontend.server.openai.custom_tools import CustomCalls, in_functions, merged
+from pagewire.frontend.server.openai.custom_tools import CustomCalls, in_functions, merge_calls
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from pagewire.frontend.server.openai.prepared_chat import Outputs, PreparedChat, prepare
 from pagewire.frontend.server.openai.protocol import (
@@ -31,7 +31,7 @@ from pagewire.frontend.server.openai.sampling import check_stream_options
 from pagewire.frontend.server.openai.size import writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.retention import kept
+from pagewire.frontend.server.serving.retention import keep_prompt
 from pagewire.frontend.server.serving.service import Service, Services
 
 SERVICE_TIER = "default"  # the only one that there is
@@ -77,7 +77,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     writer = ChatWriter(chat, custom)
     if request.use_beam_search:
         (output,) = await beam_outputs(
-            service, request, [kept(chat.prompt, chat.retention)], chat.params, exchange
+            service, request, [keep_prompt(chat.prompt, chat.retention)], chat.params, exchange
         )
         return writer.whole(output)
     batches = chat.outputs()
@@ -172,7 +172,9 @@ class ChatWriter:
 
     def _whole_calls(self, part: CompletionOutput, reply: ReplyDelta) -> list[ChatToolCall]:
         """The calls of a whole output, which have no `index`."""
-        return [msgspec.structs.replace(call, index=UNSET) for call in merged(self._calls_in(part, reply))]
+        return [
+            msgspec.structs.replace(call, index=UNSET) for call in merge_calls(self._calls_in(part, reply))
+        ]
 
     def _finish_reason(self, part: CompletionOutput) -> str | None:
         calls = part.index in self._called and part.finish_reason == "stop"

@@ -39,7 +39,7 @@ from pagewire.frontend.server.openai.protocol import (
 )
 from pagewire.frontend.server.openai.sampling import (
     check_stream_options,
-    salted,
+    salt_prompt,
     sampling_params,
 )
 from pagewire.frontend.server.openai.size import check_amount, logprob_budget, writing_size
@@ -102,7 +102,7 @@ def batches_of(
 ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
     """Submit prompts when the result is first asked for an item; see `AsyncLLM.generate_all`."""
     return service.engine.generate_all(
-        [salted(prompt, request.cache_salt) for prompt in prompts],
+        [salt_prompt(prompt, request.cache_salt) for prompt in prompts],
         params,
         exchange.id,
         priority=request.priority or 0,

@@ -61,7 +61,7 @@ def demands(request: SamplingFields) -> dict[str, StructuredOutputsParams]:
     return {name: StructuredOutputsParams.read(constraint) for name, constraint in given.items()}
 
 
-def demanded(request: SamplingFields) -> StructuredOutputsParams | None:
+def demanded_constraint(request: SamplingFields) -> StructuredOutputsParams | None:
     """Return the constraint that a request demands of its output; None: none. Equal demands count as one.
 
     Raises:
@@ -97,7 +97,7 @@ def format_of(response_format: ResponseFormat) -> dict[str, Any]:
     return {"json": response_format.json_schema.schema}
 
 
-def constrained(
+def constrain_params(
     params: SamplingParams, request: SamplingFields, tools: ToolUse, thought: Format | None
 ) -> SamplingParams:
     """Return the parameters with all constraints on the output.
@@ -149,7 +149,7 @@ def valid_calls(
 ) -> StructuredOutputsParams | None:
     """Return the constraint to text whose calls are valid; None, with a warning, if they cannot be written so.
 
-    strict: the grammar must be compiled, or the request fails. thought: see `constrained`.
+    strict: the grammar must be compiled, or the request fails. thought: see `constrain_params`.
 
     Raises:
         ValueError: they cannot be written so, and a tool demands it.

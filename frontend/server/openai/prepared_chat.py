@@ -26,10 +26,10 @@ from pagewire.frontend.client import (
 )
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
-from pagewire.frontend.server.openai.constraints import constrained, demands
+from pagewire.frontend.server.openai.constraints import constrain_params, demands
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, ReplyWithCalls, TextReply, read
-from pagewire.frontend.server.openai.sampling import check_stream_options, salted, sampling_params
+from pagewire.frontend.server.openai.sampling import check_stream_options, salt_prompt, sampling_params
 from pagewire.frontend.server.openai.size import (
     VALUE_CHARS,
     check_amount,
@@ -47,7 +47,7 @@ from pagewire.frontend.server.parsing.reasoning import (
     thinking,
 )
 from pagewire.frontend.server.serving.exchange import Exchange
-from pagewire.frontend.server.serving.retention import kept, wishes_of
+from pagewire.frontend.server.serving.retention import keep_prompt, wishes_of
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.wire.items import Retention
 from pagewire.ipc.wire.params import SamplingParams
@@ -79,7 +79,7 @@ class PreparedChat:
         """Submit the request, and return an iterator over batches of its outputs."""
         service, request = self.service, self.request
         return service.engine.generate_all(
-            [kept(salted(self.prompt, request.cache_salt), self.retention)],
+            [keep_prompt(salt_prompt(self.prompt, request.cache_salt), self.retention)],
             self.params,
             self.exchange.id,
             priority=request.priority or 0,
@@ -203,7 +203,7 @@ def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: To
     thought = None
     if tools.reasoning is not None:
         thought = reasoning_format(tools.reasoning, prompt.get("prompt", ""), continued_text(request))
-    return constrained(params, request, tools, thought)
+    return constrain_params(params, request, tools, thought)
 
 
 def marks_of(tools: ToolUse, prompt: str, continued: str | None) -> ThinkingMarks:
@@ -290,7 +290,7 @@ async def prompt_of(
     return prompt
 
 
-async def counted(service: Service, prompt: TokensPrompt) -> list[int]:
+async def place_media(service: Service, prompt: TokensPrompt) -> list[int]:
     """The tokens of a prompt, with those that stand for its pictures and sounds.
 
     Raises:

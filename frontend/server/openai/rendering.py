@@ -19,7 +19,7 @@ from pagewire.frontend.server.openai.completions import completion_params, promp
 from pagewire.frontend.server.openai.custom_tools import in_functions
 from pagewire.frontend.server.openai.prepared_chat import prepare
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.openai.size import check_amount
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import GenerationEndpoint
@@ -62,7 +62,7 @@ async def render_chat_request(service: Service, request: ChatRequest, exchange: 
     """The prompt of a conversation, as JSON. Raises as a chat completion."""
     request, _ = in_functions(request)
     chat = await prepare(service, request, exchange)
-    return sse.ENCODER.encode(await rendered(service, request, chat.prompt, chat.params, exchange.id))
+    return sse.ENCODER.encode(await render_prompt(service, request, chat.prompt, chat.params, exchange.id))
 
 
 async def render_completion_request(
@@ -82,11 +82,11 @@ async def render_completion_request(
     names = request_ids(exchange.id, len(prompts))
     rows = zip(prompts, names, strict=True)
     return sse.ENCODER.encode(
-        [await rendered(service, request, prompt, params, name) for prompt, name in rows]
+        [await render_prompt(service, request, prompt, params, name) for prompt, name in rows]
     )
 
 
-async def rendered(
+async def render_prompt(
     service: Service, request: SamplingFields, prompt: Any, params: SamplingParams, name: str
 ) -> RenderedPrompt:
     """A prompt as the engine would get it. name: id of the request.
@@ -96,7 +96,7 @@ async def rendered(
     """
     work = partial(
         service.engine.session.intake.prepare,
-        salted(prompt, request.cache_salt),
+        salt_prompt(prompt, request.cache_salt),
         params,
         name,
         request.priority or 0,

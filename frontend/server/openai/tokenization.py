@@ -21,7 +21,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query
-from pagewire.frontend.server.openai.prepared_chat import counted, prompt_of
+from pagewire.frontend.server.openai.prepared_chat import place_media, prompt_of
 from pagewire.frontend.server.openai.protocol import (
     ChatRequest,
     DetokenizeRequest,
@@ -59,7 +59,7 @@ def routes(services: Services) -> list[Operation]:
     async def show(request: Request) -> Response:
         name = request.query_params.get("model")
         async with services.use(name) as own:
-            return json_response(described(own, name))
+            return json_response(describe_tokenizer(own, name))
 
     return [
         Operation(
@@ -103,7 +103,7 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
         }
         tools = ToolUse(prompted=fields.tools)
         prompt = await prompt_of(service, ChatRequest(**chat_fields), tools, counts=True)
-        return await counted(service, prompt)
+        return await place_media(service, prompt)
     text, special = fields.prompt or "", fields.add_special_tokens is not False
     max_model_len = service.info.max_model_len
     tokenizer = service.tokenizer_of(fields.model)
@@ -128,7 +128,7 @@ async def text_of(service: Service, fields: DetokenizeRequest) -> str:
     )
 
 
-def described(service: Service, name: str | None) -> TokenizerInfo:
+def describe_tokenizer(service: Service, name: str | None) -> TokenizerInfo:
     """Return the description of the tokenizer of a model, or of an adapter.
 
     Raises:

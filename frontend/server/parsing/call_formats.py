@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pagewire.frontend.server.parsing.constrained import arguments_schema, moved
+from pagewire.frontend.server.parsing.constrained import arguments_schema, move_references
 from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_STRUCTURE_CHARS
@@ -135,12 +135,12 @@ def call_object(function: dict[str, Any], keys: CallKeys) -> Format:
             "properties": properties,
             "required": list(properties),
             "additionalProperties": False,
-            "$defs": {name: moved(arguments_schema(function), f"#/$defs/{name}")},
+            "$defs": {name: move_references(arguments_schema(function), f"#/$defs/{name}")},
         }
     )
 
 
-def triggered(forms: Sequence[Format], triggers: Collection[str], parallel: bool) -> Format:
+def trigger_format(forms: Sequence[Format], triggers: Collection[str], parallel: bool) -> Format:
     """Return the format of free text in which a trigger begins a tag; unless `parallel`, it ends with one."""
     return {
         "type": "triggered_tags",

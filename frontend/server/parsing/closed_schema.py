@@ -24,7 +24,7 @@ BY_NAME = ("properties", "patternProperties", *DEFINITIONS)
 NESTING = frozenset((*IN_PLACE, *BY_NAME, *ONE_SCHEMA, *MANY_SCHEMAS))  # without any, nothing is to be closed
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
+def close_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a schema in which `additionalProperties` is false for objects that do not say more.
 
     An object stays as it is if it has another keyword on its names, requires names that it does not list, or if
@@ -38,7 +38,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def close(schema: Any, *, alone: bool, open_definitions: bool) -> Any:
-    """Return a copy of a part of a schema, as `closed`.
+    """Return a copy of a part of a schema, as `close_schema`.
 
     alone: no other schema describes the same value. open_definitions: others may describe what definitions do.
     """

@@ -80,14 +80,15 @@ class ReplyRegion:
         Raises:
             ValueError: the body is not what the region describes.
         """
-        value = parsed(body, self.content, self.args)
+        value = parse_region(body, self.content, self.args)
         scopes = [{**captures, "content": value}]
         if self.each:
             if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
                 raise ValueError("a list of objects is expected")
             scopes = [{**captures, **item} for item in value]
         values = [
-            scope["content"] if self.transform is None else filled(self.transform, scope) for scope in scopes
+            scope["content"] if self.transform is None else fill_transform(self.transform, scope)
+            for scope in scopes
         ]
         flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
         return [self._call(item, types) for item in flat]
@@ -106,7 +107,7 @@ class ReplyRegion:
             return name.strip(), json.dumps(arguments, ensure_ascii=False)
         known = types.get(name.strip()) or ParameterTypes({})
         members = (
-            f"{json.dumps(key, ensure_ascii=False)}: {typed(item, known.of(key))}"
+            f"{json.dumps(key, ensure_ascii=False)}: {write_typed(item, known.of(key))}"
             for key, item in arguments.items()
         )
         return name.strip(), "{" + ", ".join(members) + "}"
@@ -218,7 +219,7 @@ def check(condition: bool, message: str) -> None:
 # ---------------------------------------------------------------- values
 
 
-def parsed(text: str, content: str, args: Mapping[str, Any]) -> Any:
+def parse_region(text: str, content: str, args: Mapping[str, Any]) -> Any:
     """Return the value of a region's text.
 
     Raises:
@@ -308,19 +309,19 @@ def line_values(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
 def inner_value(text: str, args: Mapping[str, Any]) -> Any:
     """Return a value within a region, which may have a content of its own."""
     inner = args.get("value_parser")
-    return text if inner is None else parsed(text, inner.get("name", "text"), inner.get("args", {}))
+    return text if inner is None else parse_region(text, inner.get("name", "text"), inner.get("args", {}))
 
 
-def filled(transform: Any, scope: Mapping[str, Any]) -> Any:
+def fill_transform(transform: Any, scope: Mapping[str, Any]) -> Any:
     """Return a transform in which `{a.b}` stands for a member of a value in the scope.
 
     Raises:
         ValueError: there is no such member.
     """
     if isinstance(transform, dict):
-        return {key: filled(value, scope) for key, value in transform.items()}
+        return {key: fill_transform(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):
-        return [filled(value, scope) for value in transform]
+        return [fill_transform(value, scope) for value in transform]
     whole = PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
     if whole is None:
         return transform
@@ -332,7 +333,7 @@ def filled(transform: Any, scope: Mapping[str, Any]) -> Any:
     return value
 
 
-def typed(value: Any, types: frozenset[str]) -> str:
+def write_typed(value: Any, types: frozenset[str]) -> str:
     """Return the JSON of a value that is text, or several texts."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "[" + ", ".join(argument_json(item, JSON_TYPES) for item in value) + "]"

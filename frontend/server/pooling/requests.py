@@ -14,7 +14,7 @@ from pagewire.frontend.client import (
     prompts_of,
 )
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.pooling.protocol import PoolingFields, PoolingUsage
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.service import Service
@@ -83,7 +83,7 @@ def params_in(service: Service, request: PoolingFields, task: str | None, **fiel
     return complete(params, service.engine.info, task, None)
 
 
-async def pooled(
+async def pool_prompts(
     service: Service,
     request: PoolingFields,
     exchange: Exchange,
@@ -120,7 +120,9 @@ async def pooled(
 def with_salt(prompt: Any, salt: str | None) -> Any:
     """A prompt with the cache salt of its request."""
     return (
-        TextPair(prompt.first, prompt.second, salt) if isinstance(prompt, TextPair) else salted(prompt, salt)
+        TextPair(prompt.first, prompt.second, salt)
+        if isinstance(prompt, TextPair)
+        else salt_prompt(prompt, salt)
     )
 
 

@@ -38,12 +38,12 @@ from pagewire.frontend.server.pooling.requests import (
     check_pairs,
     inputs_in,
     params_in,
-    pooled,
+    pool_prompts,
     size_of,
     tensors,
     usage,
 )
-from pagewire.frontend.server.pooling.results import GAP, EmbedDtype, filled
+from pagewire.frontend.server.pooling.results import GAP, EmbedDtype, fill_gaps
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service, Services
@@ -90,7 +90,7 @@ async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exch
     check_form(request)
     params = params_in(service, request, "embed", dimensions=request.dimensions, normalize=request.normalize)
     inputs = await prompts_in(service, request)
-    outputs = await pooled(service, request, exchange, inputs, params)
+    outputs = await pool_prompts(service, request, exchange, inputs, params)
     response = EmbeddingResponse(
         id=exchange.id,
         created=exchange.created,
@@ -98,7 +98,7 @@ async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exch
         data=[EmbeddingData(index=i, embedding=GAP) for i in range(len(outputs))],
         usage=usage(exchange),
     )
-    return filled(response, tensors(outputs), await base64_dtype(request))
+    return fill_gaps(response, tensors(outputs), await base64_dtype(request))
 
 
 async def pooling(service: Service, request: PoolingRequest, exchange: Exchange) -> Json:
@@ -108,7 +108,7 @@ async def pooling(service: Service, request: PoolingRequest, exchange: Exchange)
     fields = {name: getattr(request, name) for name in ("dimensions", "normalize", "activation")}
     params = params_in(service, request, request.task, **fields)
     inputs = await prompts_in(service, request)
-    outputs = await pooled(service, request, exchange, inputs, params)
+    outputs = await pool_prompts(service, request, exchange, inputs, params)
     results = tensors(outputs)
     response = PoolingResponse(
         id=exchange.id,
@@ -117,7 +117,7 @@ async def pooling(service: Service, request: PoolingRequest, exchange: Exchange)
         data=[PooledData(index=i, data=GAP, shape=list(result.shape)) for i, result in enumerate(results)],
         usage=usage(exchange),
     )
-    return filled(response, results, await base64_dtype(request))
+    return fill_gaps(response, results, await base64_dtype(request))
 
 
 async def base64_dtype(request: EmbeddingRequest) -> EmbedDtype | None:
@@ -151,7 +151,7 @@ async def classify(service: Service, request: ClassifyRequest, exchange: Exchang
     model = service.model(request.model)
     params = params_in(service, request, "classify", activation=request.activation)
     inputs = inputs_in(service, request.input)
-    outputs = await pooled(service, request, exchange, inputs, params)
+    outputs = await pool_prompts(service, request, exchange, inputs, params)
     names = service.info.pooling.labels if service.info.pooling is not None else []
 
     def classes(index: int, result: Tensor) -> ClassData:
@@ -170,7 +170,7 @@ async def classify(service: Service, request: ClassifyRequest, exchange: Exchang
         ),
         usage=usage(exchange),
     )
-    return filled(response, results, None)
+    return fill_gaps(response, results, None)
 
 
 async def score(service: Service, request: ScoreRequest, exchange: Exchange) -> bytes:
@@ -238,7 +238,9 @@ async def scores_of(
     plan = ScorePlan(service.info, first, second)
     check_pairs(service, plan.prompts, names[1])
     params = params_in(service, request, plan.task, activation=activation)
-    outputs: list[PoolingRequestOutput[Any]] = await pooled(service, request, exchange, plan.prompts, params)
+    outputs: list[PoolingRequestOutput[Any]] = await pool_prompts(
+        service, request, exchange, plan.prompts, params
+    )
     scores = await off_loop(size_of(outputs), plan.scores, outputs)
     return [output.outputs.score for output in scores]
 

@@ -205,10 +205,10 @@ def read_input(
     references = Counter(item["id"] for item in items if item["type"] == REFERENCE)
     if references and (most := references.most_common(1)[0])[1] > 1:
         raise APIError(400, f"input: the item {quoted(most[0])} is referred to twice", param="input")
-    return [referenced(item, stored_item) if item["type"] == REFERENCE else item for item in items]
+    return [find_referenced(item, stored_item) if item["type"] == REFERENCE else item for item in items]
 
 
-def referenced(reference: JSON, stored_item: Callable[[str], JSON | None]) -> JSON:
+def find_referenced(reference: JSON, stored_item: Callable[[str], JSON | None]) -> JSON:
     """Return the stored item that a reference stands for.
 
     Raises:
@@ -358,16 +358,16 @@ def name_of(call: JSON) -> str:
 # The arguments of the function that an item calls, by the item's type.
 ARGUMENTS: dict[str, Callable[[JSON], str]] = {
     "function_call": lambda item: str(item["arguments"]),
-    "custom_tool_call": lambda item: written({"input": item["input"]}),
-    "local_shell_call": lambda item: written(given_fields(item["action"])),
-    "shell_call": lambda item: written(given_fields(item["action"])),
+    "custom_tool_call": lambda item: write_json({"input": item["input"]}),
+    "local_shell_call": lambda item: write_json(given_fields(item["action"])),
+    "shell_call": lambda item: write_json(given_fields(item["action"])),
     "tool_search_call": lambda item: (
-        arguments if isinstance(arguments := item.get("arguments"), str) else written(arguments or {})
+        arguments if isinstance(arguments := item.get("arguments"), str) else write_json(arguments or {})
     ),
 }
 
 
-def written(data: Any) -> str:
+def write_json(data: Any) -> str:
     """Return data as JSON text."""
     return msgspec.json.encode(data).decode()
 
@@ -389,9 +389,9 @@ def result_message(item: JSON, called: dict[str, str]) -> JSON:
         message = f"there is no function_call with the call_id {quoted(call_id)}"
         raise APIError(400, message, param="input")
     if item["type"] == "tool_search_output":
-        content: str | list[Any] = written({"found": item["tools"]})
+        content: str | list[Any] = write_json({"found": item["tools"]})
     elif item["type"] == "shell_call_output":
-        content = written(item["output"])
+        content = write_json(item["output"])
     else:
         content = content_of(item["output"])
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
@@ -413,7 +413,7 @@ def reasoning_of(item: JSON) -> str:
     return ""
 
 
-def encrypted(reasoning: str) -> str:
+def encode_reasoning(reasoning: str) -> str:
     """Return reasoning as clients keep it that send back no text of it; `reasoning_of` reads it."""
     return OWN_FORM + base64.b64encode(reasoning.encode()).decode()
 

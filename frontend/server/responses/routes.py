@@ -25,7 +25,13 @@ from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import ORDER, Query, flag, newest_first, number
 from pagewire.frontend.server.http.tenants import tenant_of
 from pagewire.frontend.server.openai.fitting import fitting_prompt
-from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, prompt_of, tools_of
+from pagewire.frontend.server.openai.prepared_chat import (
+    PreparedChat,
+    place_media,
+    prepare,
+    prompt_of,
+    tools_of,
+)
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.responses.conversation_routes import conversation_name, conversation_routes
@@ -297,7 +303,7 @@ async def num_input_tokens(
     tools = ResponseTools(request.tools, items, strict=service.options.strict_tools)
     chat = chat_request(request, items, tools)
     prompt = await prompt_for(request, service, chat, await tools_of(service, chat, counts=True), counts=True)
-    return len(await counted(service, prompt))
+    return len(await place_media(service, prompt))
 
 
 def conversation_of(

@@ -41,7 +41,7 @@ def wishes_of(request: RetentionFields) -> list[Retention]:
     return [Retention(seconds, request.session_id or request.prompt_cache_key or "", with_output=True)]
 
 
-def kept(prompt: PromptType, wishes: list[Retention]) -> PromptType:
+def keep_prompt(prompt: PromptType, wishes: list[Retention]) -> PromptType:
     """The prompt with wishes that it stays cached; unchanged if there are none."""
     if not wishes:
         return prompt

@@ -22,7 +22,7 @@ from pagewire.frontend.media.download import (
     Resolvers,
     download,
 )
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.local_file import NOT_READABLE, read_local_file
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.tenants import current_tenant

@@ -192,7 +192,7 @@ def test_a_place_in_the_queue(info: EngineInfo, place: dict[str, Any], error: st
         Intake(info, None).prepare([1], None, **place)
     pools = msgspec.structs.replace(info, pooling=PoolingInfo(["embed"], "LAST", 2))
     with pytest.raises((ValueError, TypeError), match=error):
-        pooling.prepare_pooling(Intake(pools, None), [1], pooling.completed(None, pools), **place)
+        pooling.prepare_pooling(Intake(pools, None), [1], pooling.check_pooling_params(None, pools), **place)
 
 
 def test_priorities_of_an_engine_that_schedules_by_them(info: EngineInfo) -> None:

@@ -17,7 +17,7 @@ from pagewire.ipc.files import repository
 from pagewire.ipc.files.hub import model_folder
 from pagewire.ipc.files.hub_names import HubName, hub_name
 from pagewire.ipc.files.pull import PullProgress, PullStoppedError, pull
-from pagewire.ipc.files.pulled import PulledModel, locked, path_of, pulled_models, pulled_root, remove
+from pagewire.ipc.files.pulled import PulledModel, lock_model, path_of, pulled_models, pulled_root, remove
 from pagewire.ipc.files.repository import RepositoryFile
 from tests.ipc.files.hub_server import use_hub
 from tests.ipc.files.stores import HubHandler, Store
@@ -191,7 +191,7 @@ def test_a_disk_without_room(hub: Store, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_one_pull_of_a_name_at_a_time(hub: Store) -> None:
-    with locked(HubName("a/gguf", "Q4_K_M")):
+    with lock_model(HubName("a/gguf", "Q4_K_M")):
         with pytest.raises(BlockingIOError, match="hf:a/gguf:Q4_K_M is being pulled or removed"):
             pulled("hf:a/gguf")
         with pytest.raises(BlockingIOError):

@@ -16,7 +16,7 @@ from pagewire.frontend.api.off_loop import OffLoopThreads
 from pagewire.frontend.requests.outputs import CompletionOutput, best_outputs
 from pagewire.frontend.server.http.body import SMALL_BODY_BYTES, Decoder
 from pagewire.frontend.server.http.warnings import begin_warnings
-from pagewire.frontend.server.openai.constraints import demanded
+from pagewire.frontend.server.openai.constraints import demanded_constraint
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
 from pagewire.ipc.wire.messages import Submit
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -285,7 +285,7 @@ SCHEMA = {"type": "object"}
 )
 def test_structured_outputs(fields: Any, expected: Any) -> None:
     request = msgspec.convert({"prompt": "w5"} | fields, CompletionRequest)
-    assert demanded(request) == (None if expected is None else StructuredOutputsParams(**expected))
+    assert demanded_constraint(request) == (None if expected is None else StructuredOutputsParams(**expected))
 
 
 def test_best_of_gives_the_most_likely(serve: Callable[..., Client], core: FakeCore) -> None:
