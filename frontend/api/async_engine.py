@@ -67,7 +67,7 @@ class AsyncEngine(AsyncEngineCalls):
         requests: Literal["finish", "recompute", "abort"] = "finish",
     ) -> str:
         """Let the model have other weights from now on; see `LLM.update_weights`."""
-        updating = asyncio.to_thread(wiring.update_weights, self.session.call, weights, version, requests)
+        updating = asyncio.to_thread(wiring.send_weights, self.session.call, weights, version, requests)
         return str(await asyncio.wrap_future(await updating))
 
     async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:

@@ -282,7 +282,7 @@ class AsyncLLM(AsyncEngine):
         truncate_prompt_tokens: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """Pool a prompt; gives one output. Leaving the loop before aborts the request. Otherwise as `generate`."""
-        params = wiring.complete(pooling_params, self.info, None, truncate_prompt_tokens)
+        params = wiring.complete_pooling_params(pooling_params, self.info, None, truncate_prompt_tokens)
         outputs = await self.pool_all(
             [prompt],
             params,

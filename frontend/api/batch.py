@@ -64,7 +64,7 @@ class GradualBatch:
             ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
         self.states += self._session.submit(prepared, self._inbox)
-        self._num_tokens += sum(num_tokens(item.request) for item in prepared)
+        self._num_tokens += sum(num_core_tokens(item.request) for item in prepared)
         while self._num_tokens > MAX_TOKENS_IN_CORE:
             self._take()
 
@@ -82,11 +82,11 @@ class GradualBatch:
         for state in self._inbox.get():
             if (output := self._session.take(state)) is not None:
                 self._outputs[state.key] = output
-                self._num_tokens -= num_tokens(state.request)
+                self._num_tokens -= num_core_tokens(state.request)
                 self._tick(output)
 
 
-def num_tokens(request: Request) -> int:
+def num_core_tokens(request: Request) -> int:
     """The tokens that the core keeps of a request's prompt: once, and for each sequence."""
     num_sequences = request.task.n if isinstance(request.task, SamplingParams) else 1
     return len(request.prompt.token_ids) * (1 + num_sequences)
@@ -102,12 +102,12 @@ def complete_or_search(
     tick: Tick,
     prompt_adapter: PromptAdapterRequest | None = None,
 ) -> list[RequestOutput]:
-    """As `complete`, where parameters may have `use_beam_search`; the steps of all searches run together."""
+    """As `complete_prompts`, where parameters may have `use_beam_search`; all searches step together."""
     outputs: dict[int, RequestOutput] = {}
 
     def run(indices: Sequence[int], prompts: list[Any], params: list[SamplingParams], tick: Tick) -> Any:
         order, own = [priority[i] for i in indices], [adapters[i] for i in indices]
-        return complete(session, prompts, params, order, own, next_id, tick, prompt_adapter)
+        return complete_prompts(session, prompts, params, order, own, next_id, tick, prompt_adapter)
 
     searches = {
         i: BeamRequest(session, prompts[i], params[i], next_id(), adapters[i])
@@ -120,7 +120,7 @@ def complete_or_search(
     while searches:
         steps = [(i, prompt) for i, search in searches.items() for prompt in search.prompts]
         step_params = [searches[i].params for i, _ in steps]
-        done = iter(run([i for i, _ in steps], [prompt for _, prompt in steps], step_params, ignore))
+        done = iter(run([i for i, _ in steps], [prompt for _, prompt in steps], step_params, ignore_output))
         for i, search in list(searches.items()):
             if (result := search.advance([next(done) for _ in search.prompts])) is not None:
                 outputs[i] = result
@@ -129,11 +129,11 @@ def complete_or_search(
     return [outputs[i] for i in range(len(prompts))]
 
 
-def ignore(output: Any) -> None:
+def ignore_output(output: Any) -> None:
     """Does nothing with the output of a step."""
 
 
-def complete(
+def complete_prompts(
     session: Session,
     prompts: Sequence[PromptType],
     params: Sequence[SamplingParams],

@@ -243,7 +243,7 @@ class LLM(OfflinePooling):
             raise ValueError("decisions need a tokenizer: the engine runs with skip_tokenizer_init")
         rows = [wiring.AskedQuestion(each, tokenizer) for each in asked.values()]
         messages = [[{"role": "user", "content": row.message(state, instructions)}] for row in rows]
-        variables = wiring.template_variables(tokenizer, chat_template, chat_template_kwargs)
+        variables = wiring.decision_variables(tokenizer, chat_template, chat_template_kwargs)
         prompts = self.preprocess_chat(
             messages, chat_template, chat_template_kwargs=variables, lora_request=lora_request
         )

@@ -117,7 +117,7 @@ class LLMEngine(LocalEngine):
         age = age_of(arrival_time)
         if isinstance(params, PoolingParams):
             refuse_adapter(prompt_adapter_request)
-            checked = wiring.complete(params, self.info, None, None)
+            checked = wiring.complete_pooling_params(params, self.info, None, None)
             prepared = wiring.prepare_pooling(
                 self.session.intake, prompt, checked, request_id, priority, age, lora_request
             )

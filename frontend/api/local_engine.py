@@ -84,7 +84,7 @@ class LocalEngine(EngineCalls):
             EngineBusyError: another update is going on, or the engine sleeps.
             RuntimeError: workers were lost or failed; those that replace them have the old weights.
         """
-        return str(wiring.update_weights(self.session.call, weights, version, requests).result())
+        return str(wiring.send_weights(self.session.call, weights, version, requests).result())
 
     def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """The tokenizer of the frontend, or of an adapter that has one of its own.

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
         Diagnostics,
         PreparedQuestion,
         Questions,
+        decision_variables,
         decisions_of,
         reads_of,
-        template_variables,
     )
     from pagewire.frontend.requests.inputs import Prepared, prompts_of, salt_of
     from pagewire.frontend.requests.lora import LoRARequest
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from pagewire.frontend.requests.pooling.inputs import complete
+    from pagewire.frontend.requests.pooling.inputs import complete_pooling_params
     from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
     from pagewire.frontend.requests.pooling.scoring import ScorePlan
     from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
@@ -93,12 +93,12 @@ _HOMES = {
     "requests.answer_budget": "LogprobBudget",
     "requests.checked_params": "check_generates check_vocabulary",
     "requests.decisions": (
-        "Answer AskedQuestion Diagnostics PreparedQuestion Questions decisions_of reads_of template_variables"
+        "Answer AskedQuestion Diagnostics PreparedQuestion Questions decisions_of reads_of decision_variables"
     ),
     "requests.inputs": "Prepared prompts_of salt_of",
     "requests.lora": "LoRARequest",
     "requests.outputs": "CompletionOutput RequestMetrics RequestOutput",
-    "requests.pooling.inputs": "complete",
+    "requests.pooling.inputs": "complete_pooling_params",
     "requests.pooling.outputs": "PoolingRequestOutput",
     "requests.pooling.scoring": "ScorePlan",
     "requests.prompt_adapters": "PromptAdapterRequest",

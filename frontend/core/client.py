@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from pagewire.frontend.core.link import PING, Link, attach, core_exit
+from pagewire.frontend.core.link import PING, Link, attach_link, core_exit
 from pagewire.frontend.core.open_calls import OpenCalls
 from pagewire.frontend.core.outbox import Frames, Outbox, encode_requests, too_large
 from pagewire.ipc.environment import env_float
@@ -162,7 +162,7 @@ class CoreClient:
         """
         link = Link(address, curve, peer_uid)
         try:
-            welcome = attach(link, name, timeout, patience, child, cancelled)
+            welcome = attach_link(link, name, timeout, patience, child, cancelled)
             return cls(link, welcome, on_deltas, on_dead, on_refused, child, on_blocks)
         except BaseException:
             link.close()

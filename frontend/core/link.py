@@ -136,7 +136,7 @@ class Link:
 PING = Codec[Any](ToFrontend).encode(Ping())
 
 
-def attach(
+def attach_link(
     link: Link,
     name: str,
     timeout: float | None,

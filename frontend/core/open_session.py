@@ -105,12 +105,12 @@ def intake_opener(
     def open_intake(info: EngineInfo, call: Call) -> Intake:
         tokenizer = load_core_tokenizer(info, name, source) if ahead is None else ahead.result()
         hub = source.get("token"), source.get("cache_dir")
-        return Intake(info, tokenizer, salt, open_media(info, media, call), hub)
+        return Intake(info, tokenizer, salt, open_placer(info, media, call), hub)
 
     return open_intake
 
 
-def open_media(info: EngineInfo, access: MediaAccess, call: Call) -> MediaPlacer | None:
+def open_placer(info: EngineInfo, access: MediaAccess, call: Call) -> MediaPlacer | None:
     """The placer of media in prompts; None if the engine takes none. call: sends a call to the engine."""
     if info.media is None:
         return None

@@ -34,7 +34,7 @@ class SpawnedCore:
 
     def __init__(self, child: Child, address: str) -> None:
         self.child, self.address = child, address
-        self._stop = weakref.finalize(self, stop, child, address, os.getpid())
+        self._stop = weakref.finalize(self, stop_core, child, address, os.getpid())
 
     @property
     def pid(self) -> int:
@@ -44,7 +44,7 @@ class SpawnedCore:
     def shutdown(self, timeout: float = STOP_SECONDS) -> None:
         """Stop the core with SIGTERM; kill it if it runs after `timeout` seconds. May be called twice."""
         if self._stop.detach() is not None:
-            stop(self.child, self.address, os.getpid(), timeout)
+            stop_core(self.child, self.address, os.getpid(), timeout)
 
 
 def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
@@ -73,7 +73,7 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     return SpawnedCore(Child(command, stdin=options, env=os.environ | ray_cluster.environment()), address)
 
 
-def stop(child: Child, address: str, owner: int, timeout: float = STOP_SECONDS) -> None:
+def stop_core(child: Child, address: str, owner: int, timeout: float = STOP_SECONDS) -> None:
     """End a core, and remove the files of its sockets if they are left.
 
     owner: id of the process that started it; in a fork of that process this does nothing.

@@ -62,7 +62,7 @@ class DownloadLimits:
     max_bytes: int
 
 
-def download(url: str, access: MediaAccess, limits: DownloadLimits) -> bytes:
+def download_media(url: str, access: MediaAccess, limits: DownloadLimits) -> bytes:
     """The body of the answer to GET. Blocks for up to `limits.seconds`; in a thread without an event loop.
 
     Raises:

@@ -68,7 +68,7 @@ class MediaIntake:
             MediaError: one is no picture or sound, cannot be had, or has no place in the prompt.
             EngineBusyError: other requests take too long. EngineDeadError: the core is lost.
         """
-        options = options_of(prompt.get("mm_processor_kwargs"))
+        options = media_options(prompt.get("mm_processor_kwargs"))
         media = self.contents(prompt, salt)
         laid = [self._laid_out(medium, options, salt or "") for medium in media]
         return lay_out(token_ids, laid, self.info)
@@ -133,7 +133,7 @@ def media_intake(
     return MediaIntake(info, MediaLoader(access, info.sampling_rate), ask, max_model_len)
 
 
-def options_of(kwargs: Any) -> str:
+def media_options(kwargs: Any) -> str:
     """Arguments of the processor as canonical JSON; "" for none.
 
     Raises:

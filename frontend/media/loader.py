@@ -134,9 +134,12 @@ class MediaLoader:
             return read_local_file(unquote(parts.path), self._access.folder, max_bytes)
         if scheme not in ("http", "https"):
             raise MediaError("only http, https, data and (where the server allows it) file URLs can be used")
-        from pagewire.frontend.media.download import DownloadLimits, download  # aiohttp is slow to import
+        from pagewire.frontend.media.download import (  # aiohttp is slow to import
+            DownloadLimits,
+            download_media,
+        )
 
-        return download(item.url, self._access, DownloadLimits(self._seconds[item.kind], max_bytes))
+        return download_media(item.url, self._access, DownloadLimits(self._seconds[item.kind], max_bytes))
 
     def _decoded(self, item: MediaItem, source: MediaSource) -> Decoded:
         if source.content is not None:

@@ -30,8 +30,8 @@ def item_of(kind: str, value: Any, info: MediaInfo, place: str, uuid: str = "") 
     if isinstance(value, bytes | bytearray):
         return MediaItem(kind, data=bytes(value), uuid=uuid, place=place)
     if kind == "audio":
-        return sound_of(value, info, place, uuid)
-    if (embeddings := embeddings_of(value, info, place)) is not None:
+        return read_sound_object(value, info, place, uuid)
+    if (embeddings := media_embeddings(value, info, place)) is not None:
         return Decoded(kind, embeddings, embeddings=True, uuid=uuid, place=place)
     return Decoded(kind, picture_of(value, place), uuid=uuid, place=place)
 
@@ -59,7 +59,7 @@ def check_pixels(height: int, width: int, place: str) -> None:
         raise MediaFieldError(place, f": a picture may have {MAX_PIXELS} pixels, and {MAX_SIDE} a side")
 
 
-def sound_of(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | Decoded:
+def read_sound_object(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | Decoded:
     """Samples with their rate, or at the engine's; where sounds are decoded, they are resampled.
 
     Raises:
@@ -78,7 +78,7 @@ def sound_of(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | 
     return MediaItem("audio", data=data, samples=int(rate), uuid=uuid, place=place)
 
 
-def embeddings_of(value: Any, info: MediaInfo, place: str) -> Tensor | None:
+def media_embeddings(value: Any, info: MediaInfo, place: str) -> Tensor | None:
     """Embeddings in place of a picture, float [number of tokens, E] or [1, ...]; None if it is something else.
 
     Raises:

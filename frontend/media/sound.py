@@ -52,7 +52,7 @@ def decode_sound(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
         with soundfile.SoundFile(BytesIO(data)) as file:
             if file.format not in FORMATS:
                 raise MediaError(f"a sound has none of the formats {NAMED}")
-            check_length(file.frames, file.samplerate, file.channels)
+            check_sound_length(file.frames, file.samplerate, file.channels)
             samples, own_rate = mono(file), file.samplerate
     except MemoryError:
         raise
@@ -68,7 +68,7 @@ def convert_samples(data: bytes, own_rate: int, rate: int) -> tuple[tuple[int, .
     import numpy as np
 
     samples = np.frombuffer(data, "<f4").astype(np.float32)
-    check_length(len(samples), own_rate, 1)
+    check_sound_length(len(samples), own_rate, 1)
     return pack_samples(resample_sound(samples, own_rate, rate))
 
 
@@ -80,7 +80,7 @@ def is_known(data: bytes) -> bool:
     return wav or mp3 or head[:4] in (b"fLaC", b"OggS")
 
 
-def check_length(num_frames: int, rate: int, num_channels: int) -> None:
+def check_sound_length(num_frames: int, rate: int, num_channels: int) -> None:
     """Check the sizes that a sound says it has, before it is decoded.
 
     Raises:
@@ -103,7 +103,9 @@ def mono(file: soundfile.SoundFile) -> Samples:
     for block in file.blocks(BLOCK, dtype="float32", always_2d=True):
         blocks.append(block[:, 0].copy() if file.channels == 1 else block.mean(axis=1, dtype=np.float32))
         num_frames += len(block)
-        check_length(num_frames, file.samplerate, file.channels)  # a header may name fewer than there are
+        check_sound_length(
+            num_frames, file.samplerate, file.channels
+        )  # a header may name fewer than there are
     if num_frames == 0:
         raise MediaError("a sound has no samples")
     if num_frames < file.frames:

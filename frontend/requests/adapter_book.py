@@ -89,7 +89,7 @@ class AdapterBook:
         if folder is None or not folder.is_dir():
             folder = adapter_folder(name, token=self._token, cache_dir=self._cache_dir)
             with self._lock:
-                limit(self._folders)
+                forget_oldest(self._folders)
                 self._folders[name] = folder
         return folder
 
@@ -101,7 +101,7 @@ class AdapterBook:
         if digest is None:
             digest = b"" if self._info.skip_tokenizer_init else self._digest(folder)
             with self._lock:
-                limit(self._digests)
+                forget_oldest(self._digests)
                 self._digests[key] = digest
         with self._lock:
             if digest in self._tokenizers:
@@ -131,7 +131,7 @@ class AdapterBook:
         return tokenizer
 
 
-def limit(table: dict[Any, Any]) -> None:
+def forget_oldest(table: dict[Any, Any]) -> None:
     """Forget the oldest entry of a table that is full."""
     if len(table) >= MAX_FOLDERS:
         del table[next(iter(table))]

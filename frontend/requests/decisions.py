@@ -145,7 +145,7 @@ class PreparedQuestion(NamedTuple):
         mass = min(1.0, math.exp(among_all[token_id] - found[token_id]))
         best = max(among_all, key=lambda each: (among_all[each], -each))
         is_label = any(best in ids for ids in self.label_ids)
-        return Decision(answer_of(self.question, probabilities, mass), Diagnostics(mass, is_label))
+        return Decision(make_answer(self.question, probabilities, mass), Diagnostics(mass, is_label))
 
 
 class AskedQuestion:
@@ -196,7 +196,7 @@ def _logprobs(output: RequestOutput) -> dict[int, float]:
     return {token_id: entry.logprob for token_id, entry in candidates.items()}
 
 
-def answer_of(question: Question, probabilities: dict[str, float], mass: float) -> Answer:
+def make_answer(question: Question, probabilities: dict[str, float], mass: float) -> Answer:
     """The answer to a question. mass: of all labels."""
     best = max(probabilities, key=lambda name: probabilities[name])
     confidence = probabilities[best] * mass
@@ -230,7 +230,7 @@ def answers_allowed(question: Question, tokenizer: Tokenizer) -> list[LabelledAn
     return [LabelledAnswer(str(level), (str(level),), name) for level, name in enumerate(question.criteria)]
 
 
-def template_variables(
+def decision_variables(
     tokenizer: Tokenizer, chat_template: str | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The variables of the chat template: those given, and no reasoning for a template that can begin with one.

@@ -107,7 +107,7 @@ class Prepared(msgspec.Struct, frozen=True):
     source: SourceText | None = None
 
 
-def check_place(info: EngineInfo, request_id: str, priority: int, age: float) -> None:
+def check_request_place(info: EngineInfo, request_id: str, priority: int, age: float) -> None:
     """Check what a request of any kind has beside its prompt and its parameters.
 
     Raises:
@@ -173,7 +173,7 @@ class Intake:
             self.find_adapter(lora_request),
             self._prompt_adapter(prompt_adapter_request),
         )
-        check_place(self.info, request_id, priority, age)
+        check_request_place(self.info, request_id, priority, age)
         checked = params if isinstance(params, CheckedParams) else self.check(params)
         params = checked.params
         source: SourceText | None = None

@@ -59,11 +59,11 @@ def make_sourced(
     Raises:
         ValueError, TypeError: a part is missing, too long or of another kind than the model takes.
     """
-    encoder, decoder = parts_of(prompt, info)
+    encoder, decoder = source_parts(prompt, info)
     ids, text = start_of(decoder, info, tokenize)
     target = Prompt(ids, cache_salt=salt)
     if info.kind == SOUND:
-        sound = sound_of(encoder, info, hear)
+        sound = source_sound(encoder, info, hear)
         source = sound_source(sound.data, info, block_size, sound.excerpt)
         return SourcedPrompt(with_source(source, [], target), SourceText([], None), text)
     if encoder is None:
@@ -78,7 +78,7 @@ def make_sourced(
     return SourcedPrompt(with_source(source, source_ids, target), SourceText(source_ids, source_text), text)
 
 
-def parts_of(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
+def source_parts(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
     """The prompts of the encoder and of the decoder; None: there is none."""
     if is_explicit(prompt):
         unknown = set(prompt) - {ENCODER, DECODER, "mm_processor_kwargs"}
@@ -105,7 +105,7 @@ def start_of(prompt: Any, info: SourceInfo, tokenize: Tokenize) -> tuple[list[in
     return ids if begins else [info.start_ids[0], *ids], text
 
 
-def sound_of(prompt: Any, info: SourceInfo, hear: Hear) -> Decoded:
+def source_sound(prompt: Any, info: SourceInfo, hear: Hear) -> Decoded:
     """The sound of a prompt at the engine's sampling rate, float32 [samples].
 
     Raises:

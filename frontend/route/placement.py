@@ -40,7 +40,7 @@ def cost(candidate: CoreLoad, num_tokens: int) -> int:
     return to_compute + candidate.num_waiting + RUNNING_TOKENS * candidate.num_running
 
 
-def choose(num_tokens: int, candidates: Iterable[CoreLoad], last: int | None = None) -> int:
+def choose_core(num_tokens: int, candidates: Iterable[CoreLoad], last: int | None = None) -> int:
     """The core for a prompt of `num_tokens`. last: where the last request with the same beginning went.
 
     Raises:

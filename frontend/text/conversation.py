@@ -16,8 +16,8 @@ import msgspec
 from jinja2 import meta, nodes
 
 from pagewire.frontend.media.parts import MARKS, TYPES
-from pagewire.frontend.media.parts import refusal as media_refusal
-from pagewire.frontend.text.sandbox import compile_source, environment, render
+from pagewire.frontend.media.parts import media_refusal as media_refusal
+from pagewire.frontend.text.sandbox import compile_source, render, sandbox_environment
 from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 
@@ -129,17 +129,17 @@ def template_variables(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if reserved := [name for name in given if name in RESERVED]:
         raise FieldValueError("chat_template_kwargs", f"cannot set {', '.join(reserved)}")
     read = variables_of(source)
-    return {name: plain(value) for name, value in given.items() if name in read}
+    return {name: copy_plain(value) for name, value in given.items() if name in read}
 
 
 @lru_cache(maxsize=64)
 def variables_of(source: str) -> frozenset[str]:
     """Return the names of the variables that a template reads."""
-    tree = environment().parse(source)
-    return frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment().globals)
+    tree = sandbox_environment().parse(source)
+    return frozenset(meta.find_undeclared_variables(tree)) - frozenset(sandbox_environment().globals)
 
 
-def plain(value: Any) -> Any:
+def copy_plain(value: Any) -> Any:
     """Return a copy made of plain JSON types: methods of other objects would be a way out of the sandbox.
 
     Raises:
@@ -151,11 +151,11 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind):  # a subclass, such as an enum
             return kind.__str__(value) if kind is str else kind(value)
     if isinstance(value, Mapping):
-        return {plain(name): plain(part) for name, part in value.items()}
+        return {copy_plain(name): copy_plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
+        return [copy_plain(part) for part in value]
     if callable(dump := getattr(value, "model_dump", None)):
-        return plain(dump())
+        return copy_plain(dump())
     raise TypeError(f"chat templates take plain data, not {type(value).__name__}")
 
 
@@ -168,7 +168,7 @@ def read_message(given: Any, index: int, convert_content: Callable[[Any], Any]) 
     Raises:
         TypeError: it is not a message. ValueError: it has no role, or content that is not text.
     """
-    given = plain(given)
+    given = copy_plain(given)
     if not isinstance(given, dict):
         raise TypeError(f"a message must be a dict, got {type(given).__name__}")
     if not isinstance(given.get("role"), str):
@@ -208,7 +208,7 @@ def read_tool(tool: Any) -> dict[str, Any]:
     """
     if not isinstance(tool, Mapping) and not hasattr(tool, "model_dump"):
         raise TypeError(f"a tool must be a JSON schema (a dict), got {type(tool).__name__}")
-    schema: dict[str, Any] = plain(tool)
+    schema: dict[str, Any] = copy_plain(tool)
     return schema
 
 
@@ -304,7 +304,7 @@ class ContentUse(NamedTuple):
 @lru_cache(maxsize=64)
 def content_use(source: str) -> ContentUse:
     """Return what a template does with the content of messages."""
-    tree = environment().parse(source)
+    tree = sandbox_environment().parse(source)
     aliases = {
         assign.target.name
         for assign in tree.find_all(nodes.Assign)

@@ -28,10 +28,10 @@ from pagewire.frontend.text.growth import (
     OF_TEXT,
     begin,
     check_growth,
-    check_items,
     check_join,
-    check_size,
+    check_num_items,
     check_time,
+    check_value_size,
     count_items,
     count_value,
     end,
@@ -55,7 +55,7 @@ def compile_source(source: str) -> jinja2.Template:
         raise ValueError(
             f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are allowed"
         )
-    sandbox = environment()
+    sandbox = sandbox_environment()
     try:
         tree = Metered().visit(sandbox.parse(source))
         code = sandbox.compile(tree)
@@ -75,7 +75,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
         for part in template.generate(variables):
             size += len(part)
-            check_size(size)
+            check_value_size(size)
             parts.append(part)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template rejects the conversation: {error.message or error}") from error
@@ -114,7 +114,9 @@ def bounded_subject(name: str, subject: Any) -> Any:
 
 
 @pass_eval_context
-def join(context: nodes.EvalContext, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
+def join_items(
+    context: nodes.EvalContext, items: Any, d: str = "", attribute: str | int | None = None
+) -> Any:
     """Jinja's filter `join`, with the length checked before."""
     items = items if isinstance(items, str) else list(count_items(items))
     if attribute is None:
@@ -135,7 +137,7 @@ def add_up(environment: Sandbox, numbers: Any, attribute: str | int | None = Non
 
 def concatenate_items(items: list[Any]) -> str:
     """Concatenate the operands of `~`, with the length checked before."""
-    check_size(sum(map(text_size, items)))
+    check_value_size(sum(map(text_size, items)))
     return cast(str, count_value("".join(map(str, items))))
 
 
@@ -155,7 +157,7 @@ def count_written(context: nodes.EvalContext, value: Any) -> Any:
 
 
 class Metered(NodeTransformer):
-    """Rewrites loops, `~` and slices to use the filters `metered`, `concatenate_items` and `slice_value`."""
+    """Rewrites loops, `~` and slices to use the filters `metered`, `concatenated` and `sliced`."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         """Rewrite a loop."""
@@ -197,12 +199,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*":
             sizes = [len(side) if isinstance(side, (str, list, tuple)) else side for side in (left, right)]
             if all(isinstance(size, int) for size in sizes):
-                check = check_size if isinstance(left, str) or isinstance(right, str) else check_items
+                check = (
+                    check_value_size if isinstance(left, str) or isinstance(right, str) else check_num_items
+                )
                 check(sizes[0] * sizes[1])
         elif operator == "%" and isinstance(left, str):
             check_growth("%", left, right if isinstance(right, tuple) else (right,))
         elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
-            (check_size if isinstance(left, str) else check_items)(len(left) + len(right))
+            (check_value_size if isinstance(left, str) else check_num_items)(len(left) + len(right))
         return count_value(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -233,7 +237,7 @@ class GenerationTag(Extension):
 
 
 @functools.lru_cache(maxsize=1)
-def environment() -> Sandbox:
+def sandbox_environment() -> Sandbox:
     """Return the environment that chat templates expect: transformers' options, filters and functions."""
     sandbox = Sandbox(
         trim_blocks=True,
@@ -247,7 +251,7 @@ def environment() -> Sandbox:
         sandbox.filters["pprint"],
         sandbox.filters["urlize"],
     )  # no prompt needs them
-    sandbox.filters |= {"tojson": to_json, "join": join, "sum": add_up}
+    sandbox.filters |= {"tojson": to_json, "join": join_items, "sum": add_up}
     sandbox.filters |= {name: bound_filter(name, function) for name, function in sandbox.filters.items()}
     sandbox.filters |= {"metered": count_items, "concatenated": concatenate_items, "sliced": slice_value}
     sandbox.globals["raise_exception"] = raise_exception
@@ -273,7 +277,7 @@ def to_json(
         value
     ):  # a part at a time only with an indent, which can make it much longer
         size += len(part)
-        check_size(size)
+        check_value_size(size)
         parts.append(part)
     return "".join(parts)
 

@@ -17,7 +17,7 @@ from pagewire.frontend.text.conversation import (
     Rendered,
     as_text,
     compile_template,
-    plain,
+    copy_plain,
     read_arguments,
     read_tool,
     render_source,
@@ -63,14 +63,14 @@ def knowledge_of(source: str) -> TemplateKnowledge:
     """
     compile_template(source)
     user = {"role": "user", "content": "?"}
-    shown = probe(source, [user], [PROBED_TOOL]) if "tools" in variables_of(source) else False
+    shown = probe_template(source, [user], [PROBED_TOOL]) if "tools" in variables_of(source) else False
     if shown is None:
-        shown = probe(source, [{"role": "system", "content": "!"}, user], [PROBED_TOOL]) is not False
-    system = probe(source, [{"role": "system", "content": PROBE}, user], None)
+        shown = probe_template(source, [{"role": "system", "content": "!"}, user], [PROBED_TOOL]) is not False
+    system = probe_template(source, [{"role": "system", "content": PROBE}, user], None)
     return TemplateKnowledge(shown, "tool_calls" in source, bool(system))
 
 
-def probe(source: str, messages: list[Any], tools: list[Any] | None) -> bool | None:
+def probe_template(source: str, messages: list[Any], tools: list[Any] | None) -> bool | None:
     """Return whether a template shows the probe; None if it refuses the conversation."""
     conversation = Conversation(messages, tools, {}, "auto", True, False)
     try:
@@ -105,12 +105,12 @@ def put_tools(knowledge: TemplateKnowledge, conversation: Conversation) -> Conve
     if not (knowledge.shows_tools and knowledge.shows_calls):
         messages = without_calls(messages, tagged=not knowledge.shows_tools)
     if tools and not knowledge.shows_tools:
-        messages = with_text(messages, instructions(tools), in_system=knowledge.shows_system)
+        messages = with_text(messages, tool_instructions(tools), in_system=knowledge.shows_system)
         tools = None
     return replace(conversation, messages=messages, tools=tools)
 
 
-def instructions(tools: Sequence[Any]) -> str:
+def tool_instructions(tools: Sequence[Any]) -> str:
     """Return the text that describes the functions to a model."""
     functions = [(read := read_tool(tool)).get("function", read) for tool in tools]
     lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
@@ -150,7 +150,7 @@ def with_written_calls(message: Mapping[str, Any], tagged: bool) -> dict[str, An
     begin, end = (CALL_BEGIN, CALL_END) if tagged else ("", "")
     calls = []
     for call in message["tool_calls"]:
-        function = plain(call).get("function") or {}
+        function = copy_plain(call).get("function") or {}
         arguments = function.get("arguments")
         written = read_arguments(arguments) if isinstance(arguments, str) else arguments
         call = {"name": function.get("name"), "arguments": {} if written is None else written}
@@ -193,10 +193,10 @@ def join_contents(first: Any, second: Any, separator: str) -> Any:
     if isinstance(first, str) and isinstance(second, str):
         return first + separator + second
     if isinstance(second, str):
-        return [*parts_of(first), *parts_of(separator + second)]
-    return [*parts_of(first + separator if isinstance(first, str) else first), *parts_of(second)]
+        return [*message_parts(first), *message_parts(separator + second)]
+    return [*message_parts(first + separator if isinstance(first, str) else first), *message_parts(second)]
 
 
-def parts_of(content: Any) -> list[Any]:
+def message_parts(content: Any) -> list[Any]:
     """Return content as a list of parts, whose form is checked when it is rendered."""
     return list(content) if isinstance(content, (list, tuple)) else [{"type": "text", "text": content}]

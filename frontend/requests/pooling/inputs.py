@@ -7,7 +7,7 @@ from typing import Any
 
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.embeds import check_embeds_params
-from pagewire.frontend.requests.inputs import Intake, Prepared, check_keys, check_place, salt_of
+from pagewire.frontend.requests.inputs import Intake, Prepared, check_keys, check_request_place, salt_of
 from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
 from pagewire.frontend.requests.pooling.text import encode
 from pagewire.frontend.requests.retention import refuse_retention
@@ -24,7 +24,7 @@ from pagewire.ipc.wire.pooling import PoolingInfo, PoolingParams
 TOKEN_TYPES = "token_type_ids"
 
 
-def pooling_info(info: EngineInfo) -> PoolingInfo:
+def pooling_of(info: EngineInfo) -> PoolingInfo:
     """The engine's pooling.
 
     Raises:
@@ -65,7 +65,7 @@ def check_pooling_params(
     Raises:
         ValueError: a parameter does not fit the model. TypeError: they are no parameters to pool.
     """
-    pooling = pooling_info(info)
+    pooling = pooling_of(info)
     if params is None:
         params = PoolingParams()
     elif not isinstance(params, PoolingParams):
@@ -95,7 +95,7 @@ def check_pooling_params(
     return params
 
 
-def params_of(
+def pooling_params_for(
     params: PoolingParams | Sequence[PoolingParams] | None,
     num_prompts: int,
     info: EngineInfo,
@@ -111,20 +111,20 @@ def params_of(
         TypeError: something else than parameters.
     """
     if params is None or isinstance(params, PoolingParams):
-        return [complete(params, info, task, truncate_prompt_tokens)] * num_prompts
+        return [complete_pooling_params(params, info, task, truncate_prompt_tokens)] * num_prompts
     if not isinstance(params, Sequence):
         raise FieldTypeError(
             "pooling_params", f"must be PoolingParams or a list of them, got {type(params).__name__}"
         )
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} pooling parameters")
-    return [complete(each, info, task, truncate_prompt_tokens) for each in params]
+    return [complete_pooling_params(each, info, task, truncate_prompt_tokens) for each in params]
 
 
-def complete(
+def complete_pooling_params(
     params: PoolingParams | None, info: EngineInfo, task: str | None, truncate_prompt_tokens: int | None
 ) -> PoolingParams:
-    """Checked parameters for one prompt or several; see `params_of`."""
+    """Checked parameters for one prompt or several; see `pooling_params_for`."""
     if truncate_prompt_tokens is not None:
         params = PoolingParams() if params is None else params
         if not isinstance(params, PoolingParams):
@@ -150,11 +150,11 @@ def prepare_pooling(
     age: seconds since the request arrived. lora_request: the adapter that it runs with.
 
     Raises:
-        ValueError, TypeError: the prompt is invalid or too long, no such adapter, or as `check_place`.
+        ValueError, TypeError: the prompt is invalid or too long, no such adapter, or as `check_request_place`.
     """
     adapter = intake.find_adapter(lora_request)
-    check_place(intake.info, request_id, priority, age)
-    pooling = pooling_info(intake.info)
+    check_request_place(intake.info, request_id, priority, age)
+    pooling = pooling_of(intake.info)
     content, text, second = _content(intake, prompt, params, adapter)
     num_tokens = len(content.token_ids)
     if num_tokens > intake.info.max_model_len:
@@ -180,7 +180,7 @@ def _content(
     intake: Intake, prompt: Any, params: PoolingParams, adapter: UsedAdapter | None
 ) -> tuple[Prompt, str | TextPair | None, int]:
     """A prompt as the core gets it, its text, if known, and the first token of its second text; 0: it has one."""
-    info, pooling = intake.info, pooling_info(intake.info)
+    info, pooling = intake.info, pooling_of(intake.info)
     keep = info.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
     if has_media(prompt):
         raise ValueError("models that pool take no pictures or sounds: give text, token ids or embeddings")

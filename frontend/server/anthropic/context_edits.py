@@ -100,7 +100,7 @@ class EditedPrompt:
     async def _without_results(
         self, service: Service, chat: ChatRequest, tools: ToolUse, edit: ClearToolUses
     ) -> ChatRequest:
-        number = await num_tokens(service, chat, tools)
+        number = await num_message_tokens(service, chat, tools)
         self.original = number if self.original is None else self.original
         uses = sum(message["role"] == "tool" for message in chat.messages)
         if (uses if edit.trigger.type == "tool_uses" else number) <= edit.trigger.value:
@@ -109,7 +109,7 @@ class EditedPrompt:
         if not num_cleared:
             return chat
         shorter = msgspec.structs.replace(chat, messages=messages)
-        saved = number - await num_tokens(service, shorter, tools)
+        saved = number - await num_message_tokens(service, shorter, tools)
         if edit.clear_at_least is not None and saved < edit.clear_at_least.value:
             return chat
         self.applied.append(
@@ -120,7 +120,7 @@ class EditedPrompt:
         return shorter
 
 
-async def num_tokens(service: Service, chat: ChatRequest, tools: ToolUse) -> int:
+async def num_message_tokens(service: Service, chat: ChatRequest, tools: ToolUse) -> int:
     """Return the number of tokens of a prompt, which may be longer than the model takes."""
     return len(await place_media(service, await prompt_of(service, chat, tools, counts=True)))
 

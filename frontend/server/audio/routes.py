@@ -46,7 +46,7 @@ def routes(services: Services) -> list[Operation]:
         Operation(
             "POST",
             f"/v1/audio/{path}",
-            GenerationEndpoint(services, f"{task}-", decoder, partial(answer, task, memory)),
+            GenerationEndpoint(services, f"{task}-", decoder, partial(answer_audio, task, memory)),
             text,
             body=TranscriptionRequest,
             body_media=MEDIA_TYPE,
@@ -59,7 +59,7 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def answer(
+async def answer_audio(
     task: str,
     memory: RecordingMemory,
     service: Service,
@@ -75,7 +75,7 @@ async def answer(
     check_form(request)
     tokenizer = service.optional_tokenizer(request.model)
     requests = RecordingRequests(service, request, exchange)
-    transcriber = Transcriber.of(service.info, tokenizer, params_of(task, request), requests)
+    transcriber = Transcriber.of(service.info, tokenizer, read_transcription_params(task, request), requests)
     source = service.info.source
     assert source is not None, "the model hears"
     decoded = memory.decoded(request, source)
@@ -103,7 +103,7 @@ def check_form(request: TranscriptionRequest) -> None:
         raise APIError(400, message, param="stream")
 
 
-def params_of(task: str, request: TranscriptionRequest) -> TranscriptionParams:
+def read_transcription_params(task: str, request: TranscriptionRequest) -> TranscriptionParams:
     """The transcription that a request asks for."""
     return TranscriptionParams(
         task=task,

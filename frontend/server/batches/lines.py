@@ -120,7 +120,7 @@ async def run_lines(
         for number, line in numbered:  # the iterator is shared: each worker takes the next line
             if not line.strip():
                 continue
-            result = await answer(number, line, post, seen, answered)
+            result = await answer_line(number, line, post, seen, answered)
             if result is None:
                 counts.skipped += 1
             else:
@@ -140,7 +140,7 @@ async def run_lines(
     return counts
 
 
-async def answer(
+async def answer_line(
     number: int, line: bytes, post: Post, seen: dict[str, int], answered: frozenset[str]
 ) -> Result | None:
     """Return the result of one line; None if an earlier run has answered it. number: of the line, from 1."""

@@ -79,7 +79,7 @@ class BatchRunner:
         output, errors = self._folder.open_results(batch)
         self._set(owner, batch, "in_progress")
         with output, errors, self._folder.path(batch.input_file_id).open("rb") as lines:
-            post = in_process.poster(app, tenant=tenant)
+            post = in_process.open_poster(app, tenant=tenant)
             writer = ResultWriter(self._folder, owner, batch, output, errors)
             await run_lines(self._pending(lines, batch), post, writer.write, CONCURRENCY)
             if batch.status == "in_progress" and time.time() >= batch.expires_at:
@@ -167,7 +167,7 @@ class ResultWriter:
                 self._errors(Result(f"batch_req_{self._batch.id}", custom_id_of(line), error=failure))
 
 
-def check_input(folder: BatchFolder, owner: str, name: str) -> None:
+def check_input_file(folder: BatchFolder, owner: str, name: str) -> None:
     """Check that a batch can read a file.
 
     Raises:

@@ -17,10 +17,10 @@ from pagewire.frontend.client import (
     RequestOutput,
     TokensPrompt,
     check_generates,
+    decision_variables,
     decisions_of,
     off_loop,
     reads_of,
-    template_variables,
     tokenize_off_loop,
 )
 from pagewire.frontend.server.http import sse
@@ -106,7 +106,7 @@ async def decide(service: Service, request: DecisionRequest, exchange: Exchange)
     check_generates(service.info)
     prepared = [await prepared_question(service, request, name) for name in request.questions]
     exchange.prompt = prepared[0].prompt["prompt"]
-    outputs = await read(service, request, exchange, prepared)
+    outputs = await run_reads(service, request, exchange, prepared)
     decisions = dict(zip(request.questions, decisions_of(prepared, outputs), strict=True))
     response = DecisionResponse(
         id=exchange.id,
@@ -132,7 +132,7 @@ async def prepared_question(service: Service, request: DecisionRequest, name: st
     chat = ChatRequest(
         model=request.model,
         messages=messages,
-        chat_template_kwargs=template_variables(
+        chat_template_kwargs=decision_variables(
             tokenizer, service.options.chat_template, request.chat_template_kwargs
         ),
         cache_salt=request.cache_salt,
@@ -152,7 +152,7 @@ async def prepared_question(service: Service, request: DecisionRequest, name: st
         raise FieldValueError("questions", f": {quoted(name)}: {error}") from None
 
 
-async def read(
+async def run_reads(
     service: Service, request: DecisionRequest, exchange: Exchange, prepared: list[PreparedQuestion]
 ) -> list[RequestOutput]:
     """The outputs of all reads, which run together. Only the first of a question's counts in the usage."""

@@ -84,7 +84,7 @@ class Operation(Route):
 
 def document_route(operations: Sequence[Operation], options: ServerOptions) -> Operation:
     """Return the route of /openapi.json, which describes `operations`."""
-    encoded = json_response(document(operations, options))
+    encoded = json_response(openapi_document(operations, options))
 
     async def openapi(request: Request) -> Response:
         return encoded
@@ -92,7 +92,7 @@ def document_route(operations: Sequence[Operation], options: ServerOptions) -> O
     return Operation("GET", "/openapi.json", openapi, "Get this document.", result=dict[str, Any])
 
 
-def document(operations: Sequence[Operation], options: ServerOptions) -> dict[str, Any]:
+def openapi_document(operations: Sequence[Operation], options: ServerOptions) -> dict[str, Any]:
     """Build the OpenAPI 3.1 document of some operations."""
     kinds = [
         kind

@@ -39,7 +39,7 @@ def begin_warnings(request_id: str) -> RequestWarnings:
     return warnings
 
 
-def warn(text: str) -> None:
+def warn_client(text: str) -> None:
     """Warn the client whose request is handled, and log it; once for each text."""
     warnings = _current.get()
     if (text := shorten_text(text, MAX_TEXT)) not in warnings.texts:

@@ -29,7 +29,7 @@ UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 def listed_models(services: Services) -> ListedModels:
     """Return all names of the served models, and their adapters; those that are not loaded come last."""
-    models = [list_name(services, own, name) for own, name in names(services)]
+    models = [list_name(services, own, name) for own, name in listed_names(services)]
     loaded = {model.name for model in models}
     absent = [entry for entry in services.entries if entry.name not in loaded]
     return ListedModels(models + [describe_unloaded(services, entry) for entry in absent])
@@ -58,14 +58,14 @@ def describe_name(services: Services, name: str, model: str, details: ModelDetai
 
 def running_models(services: Services) -> RunningModels:
     """Return the names of the models in memory."""
-    models = [running(services, own, name) for own, name in names(services)]
+    models = [list_running(services, own, name) for own, name in listed_names(services)]
     for model in models:
         if (seconds := services.seconds_left(model.name)) is not None:
             model.expires_at = timestamp(int(time.time() + seconds))
     return RunningModels(models)
 
 
-def names(services: Services) -> Iterator[tuple[Service, str]]:
+def listed_names(services: Services) -> Iterator[tuple[Service, str]]:
     """Yield all names of the loaded models, each with the service of its model."""
     for own in services.all:
         for name in own.all_names:
@@ -81,7 +81,7 @@ def list_name(services: Services, service: Service, name: str) -> ListedModel:
     return found
 
 
-def running(services: Services, service: Service, name: str) -> RunningModel:
+def list_running(services: Services, service: Service, name: str) -> RunningModel:
     """Return the description of one name with what it takes in memory."""
     figures, model = service.info.figures, list_name(services, service, name)
     on_gpu = 0 if figures is None or service.info.device == "cpu" else figures.weight_bytes

@@ -26,9 +26,9 @@ from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.response import HttpResponse
 from pagewire.frontend.server.ollama import managing
 from pagewire.frontend.server.ollama.conversation import (
-    chat_request,
+    chat_of_ollama,
     check_options,
-    prompt_for,
+    ollama_prompt,
 )
 from pagewire.frontend.server.ollama.field_names import FIELD_NAMES
 from pagewire.frontend.server.ollama.models import listed_models, running_models, show_model
@@ -48,7 +48,7 @@ from pagewire.frontend.server.ollama.protocol import (
     ShowRequest,
 )
 from pagewire.frontend.server.ollama.writer import OllamaWriter, count_usage, write_loaded
-from pagewire.frontend.server.openai.prepared_chat import PreparedChat, params_of, prepare
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat, chat_params, prepare_chat
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.pooling.protocol import EmbeddingRequest
@@ -57,7 +57,7 @@ from pagewire.frontend.server.pooling.results import GAP, fill_gaps
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service, Services
-from pagewire.frontend.server.shelf.services import seconds_of
+from pagewire.frontend.server.shelf.services import keep_alive_seconds
 from pagewire.ipc.version import __version__
 from pagewire.ipc.wire.codec import Tensor
 
@@ -139,7 +139,7 @@ class OllamaEndpoint(GenerationEndpoint[R]):
     async def _use(self, request: R, exchange: Exchange, response: HttpResponse) -> None:
         generates = isinstance(request, OllamaGenerateRequest)
         prompt = request.prompt if isinstance(request, OllamaGenerateRequest) else request.messages
-        ends = not prompt and request.keep_alive is not None and not seconds_of(request.keep_alive)
+        ends = not prompt and request.keep_alive is not None and not keep_alive_seconds(request.keep_alive)
         if ends and (name := self.services.unload(request.model)) is not None:
             await response.send_json(200, write_loaded(name, generates, "unload"))
             return
@@ -155,7 +155,9 @@ async def chat(service: Service, request: OllamaChatRequest, exchange: Exchange)
     """
     if not request.messages:
         return write_loaded(service.model(request.model), generates=False)
-    prepared = await prepare(service, chat_request(service, request), exchange, partial(prompt_for, request))
+    prepared = await prepare_chat(
+        service, chat_of_ollama(service, request), exchange, partial(ollama_prompt, request)
+    )
     return await write_answer(prepared, OllamaWriter(prepared, generates=False))
 
 
@@ -163,13 +165,13 @@ async def generate(service: Service, request: OllamaGenerateRequest, exchange: E
     """Run a request to /api/generate; as `chat`."""
     if not request.prompt:
         return write_loaded(service.model(request.model), generates=True)
-    wanted, prompt = chat_request(service, request), request.prompt
+    wanted, prompt = chat_of_ollama(service, request), request.prompt
     if request.suffix:
         tokenizer = service.tokenizer_of(request.model)
         form = infill_form(tokenizer)
         prompt, wanted.stop_token_ids = form.prompt(prompt, request.suffix), form.end_token_ids(tokenizer)
     if not (request.raw or request.suffix):
-        prepared = await prepare(service, wanted, exchange, partial(prompt_for, request))
+        prepared = await prepare_chat(service, wanted, exchange, partial(ollama_prompt, request))
     elif request.system or request.think:
         raise APIError(400, "raw and suffix: the prompt is the whole prompt, without system and think")
     else:
@@ -190,21 +192,21 @@ async def prepare_raw(service: Service, request: ChatRequest, text: str, exchang
     ids = await tokenize_off_loop(len(text), encode_within, tokenizer, text, limit, True, False, salt)
     exchange.prompt = text
     prompt, tools = TokensPrompt(prompt_token_ids=ids, prompt=text), ToolUse()
-    params = params_of(service, request, tools, prompt)
+    params = chat_params(service, request, tools, prompt)
     return PreparedChat(service, request, exchange, tools, prompt, params)
 
 
 async def write_answer(prepared: PreparedChat, writer: OllamaWriter) -> bytes | Events:
     """Return the JSON of an answer, or the lines of a stream."""
     if prepared.request.stream:
-        return lines(prepared, writer)
+        return stream_lines(prepared, writer)
     async with aclosing(prepared.replies()) as replies:
         async for reply, part in replies:
             answer = await off_loop(len(part.text), writer.whole, reply, part)
     return answer
 
 
-async def lines(prepared: PreparedChat, writer: OllamaWriter) -> Events:
+async def stream_lines(prepared: PreparedChat, writer: OllamaWriter) -> Events:
     """Yield the lines of an answer."""
     async with aclosing(prepared.replies()) as replies:
         async for reply, part in replies:

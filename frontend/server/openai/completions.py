@@ -39,8 +39,8 @@ from pagewire.frontend.server.openai.protocol import (
 )
 from pagewire.frontend.server.openai.sampling import (
     check_stream_options,
+    make_sampling_params,
     salt_prompt,
-    sampling_params,
 )
 from pagewire.frontend.server.openai.size import check_amount, logprob_budget, writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
@@ -54,7 +54,7 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint."""
-    endpoint = GenerationEndpoint(services, "cmpl-", CompletionRequest, complete)
+    endpoint = GenerationEndpoint(services, "cmpl-", CompletionRequest, answer_completions)
     return [
         Operation(
             "POST",
@@ -68,7 +68,9 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def complete(service: Service, request: CompletionRequest, exchange: Exchange) -> bytes | Events:
+async def answer_completions(
+    service: Service, request: CompletionRequest, exchange: Exchange
+) -> bytes | Events:
     """Run a request, and return the JSON of the response or the events of a stream.
 
     Raises:
@@ -190,7 +192,7 @@ def completion_params(service: Service, request: CompletionRequest) -> SamplingP
     """Return the engine's parameters for a request."""
     echoes_only = bool(request.echo) and request.max_tokens == 0
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    params = sampling_params(service, request, 1 if echoes_only else max_tokens, request.logprobs)
+    params = make_sampling_params(service, request, 1 if echoes_only else max_tokens, request.logprobs)
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         return msgspec.structs.replace(params, prompt_logprobs=request.logprobs)
     return params

@@ -17,7 +17,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.completions import completion_params, prompts_in, without_special_tokens
 from pagewire.frontend.server.openai.custom_tools import in_functions
-from pagewire.frontend.server.openai.prepared_chat import prepare
+from pagewire.frontend.server.openai.prepared_chat import prepare_chat
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
 from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.openai.size import check_amount
@@ -61,7 +61,7 @@ def routes(services: Services) -> list[Operation]:
 async def render_chat_request(service: Service, request: ChatRequest, exchange: Exchange) -> bytes:
     """The prompt of a conversation, as JSON. Raises as a chat completion."""
     request, _ = in_functions(request)
-    chat = await prepare(service, request, exchange)
+    chat = await prepare_chat(service, request, exchange)
     return sse.ENCODER.encode(await render_prompt(service, request, chat.prompt, chat.params, exchange.id))
 
 

@@ -68,7 +68,7 @@ class ReplyWithCalls:
         return reply_delta(self._parser.finish())
 
 
-def read(parser: ReplyParser, text: str, ended: bool) -> ReplyDelta:
+def feed_parser(parser: ReplyParser, text: str, ended: bool) -> ReplyDelta:
     """Feed a parser the next text of an output. ended: it is the last text."""
     delta = parser.feed(text)
     if ended:

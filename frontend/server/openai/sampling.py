@@ -39,7 +39,7 @@ SAME_NAME = (
 )
 
 
-def sampling_params(
+def make_sampling_params(
     service: Service, request: SamplingFields, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Return the engine's parameters: the model's defaults, overridden by the request's fields.

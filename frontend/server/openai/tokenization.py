@@ -47,14 +47,14 @@ def routes(services: Services) -> list[Operation]:
         fields = await read_request(request, TO_TOKENS, services.options)
         async with services.use(fields.model) as own:
             tokenizer = own.tokenizer_of(fields.model)
-            tokens = await while_connected(token_ids(own, fields), request.receive)
+            tokens = await while_connected(tokenize_request(own, fields), request.receive)
             names = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
             return json_response(TokenizeResponse(tokens, len(tokens), own.info.max_model_len, names))
 
     async def detokenize(request: Request) -> Response:
         fields = await read_request(request, TO_TEXT, services.options)
         async with services.use(fields.model) as own:
-            return json_response(DetokenizeResponse(await text_of(own, fields)))
+            return json_response(DetokenizeResponse(await request_text(own, fields)))
 
     async def show(request: Request) -> Response:
         name = request.query_params.get("model")
@@ -89,7 +89,7 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
+async def tokenize_request(service: Service, fields: TokenizeRequest) -> list[int]:
     """Return the token ids of the prompt that a completion or chat completion would get.
 
     Raises:
@@ -110,7 +110,7 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
     return await tokenize_off_loop(len(text), encode_within, tokenizer, text, max_model_len, special, True)
 
 
-async def text_of(service: Service, fields: DetokenizeRequest) -> str:
+async def request_text(service: Service, fields: DetokenizeRequest) -> str:
     """Return the text of token ids.
 
     Raises:

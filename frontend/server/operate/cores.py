@@ -60,7 +60,9 @@ def routes(services: Services) -> list[Operation]:
         return []
     return [
         Operation("GET", "/cores", guard_endpoint(cores), "The cores behind this router.", result=list[Core]),
-        Operation("POST", "/cores", guard_endpoint(add), "Use one more core.", body=AddCore, result=Core),
+        Operation(
+            "POST", "/cores", guard_endpoint(add_core), "Use one more core.", body=AddCore, result=Core
+        ),
         Operation(
             "POST",
             "/cores/drain",
@@ -78,7 +80,7 @@ async def cores(request: Request) -> Response:
     return json_response([describe_core(fleet, replica) for replica in fleet.members])
 
 
-async def add(request: Request) -> Response:
+async def add_core(request: Request) -> Response:
     """POST /cores."""
     fleet = fleet_of(request)
     address = (await read_request(request, TO_ADD, services_of(request).options)).address

@@ -45,7 +45,7 @@ def close(schema: Any, *, alone: bool, open_definitions: bool) -> Any:
     if not isinstance(schema, dict) or "$id" in schema:  # references below an id are relative to it
         return schema
     result = dict(schema)
-    for keyword, place, part, is_alone in parts_of(schema, alone=alone):
+    for keyword, place, part, is_alone in schema_parts(schema, alone=alone):
         value = close(
             part,
             alone=is_alone and not (open_definitions and keyword in DEFINITIONS),
@@ -79,7 +79,7 @@ def shared_references(schema: Any, *, alone: bool) -> Iterator[str]:
     reference = schema.get("$ref")
     if isinstance(reference, str) and not (alone and describes_alone(schema)):
         yield reference
-    for _, _, part, is_alone in parts_of(schema, alone=alone):
+    for _, _, part, is_alone in schema_parts(schema, alone=alone):
         yield from shared_references(part, alone=is_alone)
 
 
@@ -88,7 +88,7 @@ def describes_alone(schema: dict[str, Any]) -> bool:
     return "properties" not in schema and sum(keyword in schema for keyword in IN_PLACE) == 1
 
 
-def parts_of(schema: dict[str, Any], *, alone: bool) -> Iterator[tuple[str, Any, Any, bool]]:
+def schema_parts(schema: dict[str, Any], *, alone: bool) -> Iterator[tuple[str, Any, Any, bool]]:
     """The schemas in a schema, each with its keyword, its place in the keyword's value (None: it is that value),
     and whether no other schema describes the same value.
     """

@@ -294,8 +294,8 @@ DIALECTS: dict[str, Dialect] = {
     "gpt_oss": Dialect(
         ("<|channel|>", "<|message|>"),
         lambda _, new_id, parallel: harmony.Harmony(new_id, parallel),
-        harmony.whole_calls,
-        harmony.text_with_calls,
+        harmony.harmony_calls,
+        harmony.harmony_text,
         marks_are_special=True,
     ),
     "inkling": Dialect(

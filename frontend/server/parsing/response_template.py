@@ -141,18 +141,22 @@ def load_response_template(given: Any) -> ResponseTemplate:
     Raises:
         ValueError: it is malformed, or has what no reply of a server can have.
     """
-    check(isinstance(given, dict) and not set(given) - TEMPLATE_KEYS, "it must be an object with known keys")
-    check(given.get("version", 1) == 1, "its version is unknown")
+    check_description(
+        isinstance(given, dict) and not set(given) - TEMPLATE_KEYS, "it must be an object with known keys"
+    )
+    check_description(given.get("version", 1) == 1, "its version is unknown")
     fields = given.get("fields")
-    check(isinstance(fields, dict) and bool(fields), "it needs fields")
+    check_description(isinstance(fields, dict) and bool(fields), "it needs fields")
     regions = [load_region(name, field) for name, field in fields.items()]
     unknown = [each.name for each in regions if each.name not in (CALLS, CONTENT, *REASONING_NAMES)]
-    check(not unknown, f"a field {unknown[:1]} is unknown")
-    check(sum(each.open is None for each in regions) <= 1, "two fields have no mark that opens them")
+    check_description(not unknown, f"a field {unknown[:1]} is unknown")
+    check_description(
+        sum(each.open is None for each in regions) <= 1, "two fields have no mark that opens them"
+    )
     if CONTENT not in fields and all(each.open is not None for each in regions):
         regions.append(load_region(CONTENT, {}))
     anchor = load_mark(given, "start_anchor", "start_anchor_pattern")
-    check(anchor is not None, "it needs a start_anchor")
+    check_description(anchor is not None, "it needs a start_anchor")
     assert anchor is not None
     return ResponseTemplate(tuple(regions), anchor)
 
@@ -163,14 +167,14 @@ def load_region(name: str, field: Any) -> ReplyRegion:
     Raises:
         ValueError: it is malformed, or cannot be served.
     """
-    check(
+    check_description(
         isinstance(field, dict) and not set(field) - FIELD_KEYS, f"{name} must be an object with known keys"
     )
     content, args, join = field.get("content", "text"), field.get("content_args", {}), field.get("join")
-    check(content in CONTENTS and isinstance(args, dict), f"the content of {name} is unknown")
-    check(isinstance(join, (str, type(None))), f"join of {name} must be a text")
+    check_description(content in CONTENTS and isinstance(args, dict), f"the content of {name} is unknown")
+    check_description(isinstance(join, (str, type(None))), f"join of {name} must be a text")
     transform = field.get("transform")
-    check(name == CALLS or (content == "text" and transform is None), f"{name} must be text")
+    check_description(name == CALLS or (content == "text" and transform is None), f"{name} must be text")
     return ReplyRegion(
         name,
         load_mark(field, "open", "open_pattern"),
@@ -190,7 +194,7 @@ def load_mark(field: dict[str, Any], literal: str, pattern: str) -> Mark | None:
         ValueError: it is malformed.
     """
     if pattern in field:
-        check(
+        check_description(
             literal not in field and isinstance(field[pattern], str), f"{pattern} must be a text, and alone"
         )
         try:
@@ -201,8 +205,8 @@ def load_mark(field: dict[str, Any], literal: str, pattern: str) -> Mark | None:
     if literal not in field:
         return None
     given = [field[literal]] if isinstance(field[literal], str) else field[literal]
-    check(isinstance(given, list) and bool(given), f"{literal} must be a text or a list of texts")
-    check(
+    check_description(isinstance(given, list) and bool(given), f"{literal} must be a text or a list of texts")
+    check_description(
         all(isinstance(text, str) and text for text in given), f"{literal} must be a text or a list of texts"
     )
     texts = tuple(sorted(dict.fromkeys(given), key=len, reverse=True))
@@ -210,7 +214,7 @@ def load_mark(field: dict[str, Any], literal: str, pattern: str) -> Mark | None:
     return Mark("|".join(map(re.escape, texts)), texts, extends)
 
 
-def check(condition: bool, message: str) -> None:
+def check_description(condition: bool, message: str) -> None:
     """Raise ValueError with a message about the description unless a condition holds."""
     if not condition:
         raise ValueError(f"response_template: {message}")

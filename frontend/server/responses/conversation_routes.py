@@ -13,12 +13,12 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.query import ORDER, Query, newest_first, number
+from pagewire.frontend.server.http.query import ORDER, Query, newest_first, read_number
 from pagewire.frontend.server.http.tenants import tenant_of
 from pagewire.frontend.server.responses.conversations import (
     ConversationStore,
     StoredConversation,
-    too_large,
+    conversation_too_large,
 )
 from pagewire.frontend.server.responses.items import check_metadata, read_input
 from pagewire.frontend.server.responses.protocol import InputItems, ItemList
@@ -135,7 +135,7 @@ class ConversationEndpoints:
         if after is not None:
             conversation.item(after)
             start = ids.index(after) + 1
-        end = start + number(request, LIMIT, 20)
+        end = start + read_number(request, LIMIT, 20)
         page = ids[start:end]
         return json_response(
             ItemList(
@@ -162,7 +162,7 @@ class ConversationEndpoints:
 
     def _keep(self, conversation: StoredConversation) -> None:
         if not self._store.keep(conversation):
-            raise too_large(self._options.response_store_bytes)
+            raise conversation_too_large(self._options.response_store_bytes)
 
 
 def describe_conversation(conversation: StoredConversation) -> ConversationObject:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.openai.custom_tools import text_parameter
 from pagewire.ipc.quoting import quoted
 
@@ -116,7 +116,7 @@ class ResponseTools:
             names = ", ".join(self._hosted)
             if strict:
                 raise bad_tool(f"tools: {not_here(names)} (--strict-tools)")
-            warn(f"tools of type {names} are left out: {not_here(names)}")
+            warn_client(f"tools of type {names} are left out: {not_here(names)}")
 
     @property
     def functions(self) -> list[JSON]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from pagewire.frontend.client import PromptType
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.items import RETAINED_SECONDS, RetainedPrefix, Retention
 
@@ -57,4 +57,4 @@ def warn_of_refusals(retained: Iterable[RetainedPrefix]) -> None:
     """Warn the client of what is not kept."""
     for each in retained:
         if each.refusal:
-            warn(f"only {each.num_tokens} tokens of the prompt are kept in the cache: {each.refusal}")
+            warn_client(f"only {each.num_tokens} tokens of the prompt are kept in the cache: {each.refusal}")

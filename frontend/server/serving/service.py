@@ -21,7 +21,7 @@ from pagewire.frontend.client import (
 )
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.parsing.detection import reply_formats
 from pagewire.frontend.server.serving.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.serving.exchange import Exchange
@@ -229,7 +229,7 @@ class Service(Services):
     ) -> AsyncGenerator[Service, None]:
         """Use the service of a model, which is there as long as the server."""
         if keep_alive is not None:
-            warn(
+            warn_client(
                 "keep_alive has no effect: the model stays loaded while the server runs, "
                 "but for one that is started with --idle-sleep"
             )
@@ -317,7 +317,7 @@ class Service(Services):
         if name in self.prompt_adapters:
             return None
         if self._takes_any_name:
-            warn(
+            warn_client(
                 f"there is no model {quoted(name)}: {self.names[0]}, the only one, answers (--no-any-model-name)"
             )
             return None

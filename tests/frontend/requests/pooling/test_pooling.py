@@ -12,7 +12,7 @@ from pagewire.frontend.requests.inputs import Intake
 from pagewire.frontend.requests.pooling.inputs import check_pooling_params, prepare_pooling
 from pagewire.frontend.requests.pooling.outputs import PoolingOutput
 from pagewire.frontend.requests.pooling.scoring import cosine, max_sim, pairs_of
-from pagewire.frontend.requests.pooling.text import beginning, encode, shares
+from pagewire.frontend.requests.pooling.text import encode, shares, take_beginning
 from pagewire.frontend.text.prompts import TextPair
 from pagewire.frontend.text.tokenizer import load_tokenizer
 from pagewire.ipc.wire.codec import Tensor
@@ -64,7 +64,7 @@ def test_a_long_text_costs_what_its_beginning_costs(tokenizer: Any) -> None:
             sizes.append(len(part))
             return original(part, special)  # type: ignore[no-any-return]
 
-    part = beginning(Counting(), text, 64)  # type: ignore[arg-type]
+    part = take_beginning(Counting(), text, 64)  # type: ignore[arg-type]
     assert sum(sizes) < 20_000 and text.startswith(part)
     assert encode(tokenizer, text, None, 64, 64) == encode(tokenizer, text[:5000], None, 64, 64)
     assert len(encode(tokenizer, "ab" * 300_000, None, 64, 64).token_ids) == 3

@@ -473,6 +473,6 @@ def test_the_same_picture_in_many_requests_is_fetched_and_decoded_once(
     assert len(decoded) == 1 and web.seen["/red"] == 1
     names = {request.prompt.media[0].name for request in core.submitted.values()}
     assert len(names) == 1
-    before = decode_process.processes().pid
+    before = decode_process.decode_processes().pid
     assert chat(client, picture(RED), cache_salt="another").status == 200 and len(decoded) == 2
-    assert decode_process.processes().pid == before
+    assert decode_process.decode_processes().pid == before
