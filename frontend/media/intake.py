@@ -16,7 +16,7 @@ from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.cache import RecentKeys
 from pagewire.frontend.media.items import Decoded, MediaItem
 from pagewire.frontend.media.keys import KEYS, MediaFieldError
-from pagewire.frontend.media.layout import LaidOut, lay_out
+from pagewire.frontend.media.layout import PlacedMedium, lay_out
 from pagewire.frontend.media.loader import MediaLoader
 from pagewire.frontend.media.objects import item_of
 from pagewire.frontend.media.parts import too_many
@@ -70,7 +70,7 @@ class MediaIntake:
         """
         options = media_options(prompt.get("mm_processor_kwargs"))
         media = self.contents(prompt, salt)
-        laid = [self._laid_out(medium, options, salt or "") for medium in media]
+        laid = [self._place(medium, options, salt or "") for medium in media]
         return lay_out(token_ids, laid, self.info)
 
     def contents(self, prompt: Mapping[str, Any], salt: str | None) -> list[Decoded]:
@@ -87,11 +87,11 @@ class MediaIntake:
         self.loader.clear()
         self._shapes.clear()
 
-    def _laid_out(self, medium: Decoded, options: str, salt: str) -> LaidOut:
+    def _place(self, medium: Decoded, options: str, salt: str) -> PlacedMedium:
         if medium.embeddings:
-            return LaidOut(medium, b"", [PLACEHOLDER] * medium.data.shape[0])
+            return PlacedMedium(medium, b"", [PLACEHOLDER] * medium.data.shape[0])
         if not medium.uuid:
-            return LaidOut(
+            return PlacedMedium(
                 medium, medium.name(options), self._layout(medium.kind, medium.data.shape, options), options
             )
         name = uuid_name(medium.kind, salt, medium.uuid, options)
@@ -102,7 +102,7 @@ class MediaIntake:
                 f": nothing is known by the name {quoted(medium.uuid)} any more: send the content as well",
             )
         self._shapes.put(name, shape, 0)
-        return LaidOut(medium, name, self._layout(medium.kind, shape, options), options)
+        return PlacedMedium(medium, name, self._layout(medium.kind, shape, options), options)
 
     def _layout(self, kind: str, shape: Sequence[int], options: str) -> Sequence[int]:
         key = (kind, tuple(shape), options)

@@ -175,7 +175,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Confined]:
         num_parallel=decode_process.NUM_PARALLEL,
         num_reserved=decode_process.NUM_RESERVED,
     )
-    monkeypatch.setattr(decode_process, "processes", lambda: confined)
+    monkeypatch.setattr(decode_process, "decode_processes", lambda: confined)
     yield confined
     confined.close()
 
