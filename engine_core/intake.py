@@ -28,7 +28,7 @@ from pagewire.ipc.wire.messages import Call, Deltas, ToCore
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.requests import Request, TokenDelta
-from pagewire.ipc.wire.tasks import submitted_requests
+from pagewire.ipc.wire.tasks import submitted
 
 PING_SECONDS = 1.0  # interval at which frontends send `Ping`
 MAX_CHECKED = 256  # tenants whose last task is known to be right
@@ -146,7 +146,7 @@ class MessageIntake:
     def _arrived(self, client: AttachedClient, message: messages.Submit, num_bytes: int) -> None:
         clients = self._core.clients
         try:
-            requests = submitted_requests(message)
+            requests = submitted(message)
         except ValueError as error:
             clients.warn("refused a message from %s: %s", client.label, error)
             clients.refuse(client.identity, error)

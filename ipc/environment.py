@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.compatibility import VARIABLES, warn_once
-from pagewire.ipc.quoting import MAX_QUOTED, quoted, shorten_text
+from pagewire.ipc.quoting import MAX_QUOTED, quoted, shortened
 
 
 class Variable(NamedTuple):
@@ -181,7 +181,7 @@ def check_environment() -> None:
     names = sorted(name for name in os.environ if name.startswith(PREFIXES) and name not in READ)
     for name in names[:MAX_UNREAD]:
         if reason := reason_unread(name):
-            warn_once(name, f"{shorten_text(name, MAX_QUOTED)} has no effect: {reason}")
+            warn_once(name, f"{shortened(name, MAX_QUOTED)} has no effect: {reason}")
     if len(names) > MAX_UNREAD:
         warn_once("environment", f"{len(names) - MAX_UNREAD} more variables may have no effect: {PREFIXES}")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.ipc.environment import env_flag
-from pagewire.ipc.quoting import escaped_json, on_one_line, shorten_text
+from pagewire.ipc.quoting import escaped_json, on_one_line, shortened
 
 FORMATS = ("text", "json")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -81,7 +81,7 @@ class JsonFormatter(logging.Formatter):
 def message_of(record: logging.LogRecord) -> str:
     """The message of a record, shortened unless it is made of facts."""
     message = record.getMessage()
-    return message if hasattr(record, "facts") else shorten_text(message)
+    return message if hasattr(record, "facts") else shortened(message)
 
 
 def indent_traceback(traceback: str) -> str:
@@ -91,7 +91,7 @@ def indent_traceback(traceback: str) -> str:
 
 def lines_of(traceback: str) -> list[str]:
     """The lines of a traceback, each shortened and without control characters; a long one without its middle."""
-    lines = [on_one_line(shorten_text(line)) for line in traceback.rstrip("\n").split("\n")]
+    lines = [on_one_line(shortened(line)) for line in traceback.rstrip("\n").split("\n")]
     left_out = len(lines) - MAX_TRACEBACK_LINES
     if left_out <= 0:
         return lines

@@ -35,10 +35,10 @@ def quoted(value: Any) -> str:
 
     Long strings and lists are cut before they are formatted, so the cost does not grow with the value.
     """
-    return shorten_text(_REPR.repr(value), MAX_QUOTED)
+    return shortened(_REPR.repr(value), MAX_QUOTED)
 
 
-def shorten_text(text: str, limit: int = MAX_MESSAGE) -> str:
+def shortened(text: str, limit: int = MAX_MESSAGE) -> str:
     """Return a text of at most `limit` characters, and how many characters were left out, if any were."""
     if len(text) <= limit:
         return text

@@ -20,7 +20,7 @@ import msgspec
 from pagewire.engine_core.media.jobs import Array, Describe, Described, Job, Lay, Processed, ProcessMedium
 from pagewire.ipc.families.media import MediaFamily, media_family
 from pagewire.ipc.host.job_server import Handler, serve
-from pagewire.ipc.quoting import on_one_line, quoted, shorten_text
+from pagewire.ipc.quoting import on_one_line, quoted, shortened
 from pagewire.ipc.wire.budget import MAX_TOKENS
 from pagewire.ipc.wire.codec import ITEM_SIZES
 
@@ -263,8 +263,8 @@ def is_unusable(value: Any) -> bool:
 
 def error_of(error: Exception) -> ValueError:
     """A processor's error as requests get it: on one line, and short."""
-    text = " ".join(shorten_text(str(error) or type(error).__name__).split())
-    return ValueError(shorten_text(on_one_line(text), MAX_ERROR_CHARS))
+    text = " ".join(shortened(str(error) or type(error).__name__).split())
+    return ValueError(shortened(on_one_line(text), MAX_ERROR_CHARS))
 
 
 def handler(processor: Processor) -> Handler:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.gguf.file import is_gguf, parts_of
-from pagewire.ipc.quoting import quoted, shorten_text
+from pagewire.ipc.quoting import quoted, shortened
 
 PREFIX = "hf:"
 PREFIXES = (PREFIX, "hf.co/", "huggingface.co/")
@@ -125,9 +125,7 @@ def choose_gguf(files: Iterable[str], given: HubName) -> list[str]:
         there = (
             ", ".join(label or model for label, model in zip(labels, models, strict=True)) or "no GGUF file"
         )
-        raise ModelNotFoundError(
-            f"{given.repository} has no {quoted(tag)}; it has: {shorten_text(there, 300)}"
-        )
+        raise ModelNotFoundError(f"{given.repository} has no {quoted(tag)}; it has: {shortened(there, 300)}")
     parts = [str(part) for part in parts_of(Path(models[index]))]
     if missing := [part for part in parts if part not in names]:
         raise ModelNotFoundError(f"{given.repository} lacks {missing[0]}, a part of {models[index]}")

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.quoting import quoted, shorten_text
+from pagewire.ipc.quoting import quoted, shortened
 from pagewire.ipc.shapes import MAX_DIMENSIONS, num_values
 
 INLINE_BYTES = 4096  # smaller tensors cost less inline than as a frame of their own
@@ -150,9 +150,7 @@ class Codec(Generic[T]):
             explains = len(frames[0]) <= MAX_EXPLAINED_BYTES
             if explains and text.startswith("Expected `") and " - at `$" in text:
                 text = with_value(text, frames[0])
-            raise ProtocolError(
-                f"not a message of this protocol: {shorten_text(text, MAX_PROBLEM)}"
-            ) from error
+            raise ProtocolError(f"not a message of this protocol: {shortened(text, MAX_PROBLEM)}") from error
         finally:
             self._frames = []
 

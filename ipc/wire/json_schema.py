@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from pagewire.ipc.errors import FieldValueError
-from pagewire.ipc.quoting import shorten_text
+from pagewire.ipc.quoting import shortened
 
 # Keywords of all drafts.
 CONSTRAINTS = frozenset(
@@ -102,7 +102,7 @@ def check_is_schema(name: str, value: dict[str, Any]) -> None:
         ValueError: it constrains nothing, and its keys are not all keywords; the text shows how to write it.
     """
     if CONSTRAINTS.isdisjoint(value) and not ANNOTATIONS.issuperset(value):
-        schema = shorten_text(json.dumps(schema_of(value), ensure_ascii=False), 400)
+        schema = shortened(json.dumps(schema_of(value), ensure_ascii=False), 400)
         raise FieldValueError(name, f"is not a JSON schema, and would allow anything: write it as {schema}")
 
 

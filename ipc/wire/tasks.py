@@ -43,7 +43,7 @@ def without_task(request: Request) -> Request:
     return request
 
 
-def submitted_requests(message: Submit) -> list[Request]:
+def submitted(message: Submit) -> list[Request]:
     """The requests of a message that was received, each with its task; what is equal in tasks takes memory once.
 
     Raises:

@@ -37,7 +37,7 @@ from pagewire.ipc.wire.messages import (
 )
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.sockets import CurveKeys, bind_router, receive, send
-from pagewire.ipc.wire.tasks import submitted_requests
+from pagewire.ipc.wire.tasks import submitted
 from tests.frontend import trained
 
 EOS = 0
@@ -141,7 +141,7 @@ class FakeCore:
             elif self.fences:
                 self._reply(CallAnswer(message.call_id))
         elif isinstance(message, Submit):
-            requests = submitted_requests(message)
+            requests = submitted(message)
             self.submitted |= {request.key: request for request in requests}
             if self.auto:
                 pools = [request for request in requests if isinstance(request.task, PoolingParams)]

@@ -11,7 +11,7 @@ import zmq
 
 from pagewire.ipc.wire.messages import Abort, Deltas, EngineInfo, Hello, Request, Submit, TokenDelta
 from pagewire.ipc.wire.sockets import receive
-from pagewire.ipc.wire.tasks import submitted_requests
+from pagewire.ipc.wire.tasks import submitted
 from tests.frontend.conftest import FakeCore
 
 FIRST, LENGTH = 2, 14  # token ids of every output: position p has the token FIRST + p % 60
@@ -49,7 +49,7 @@ class MortalCore(FakeCore):
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Submit):
-            requests = submitted_requests(message)
+            requests = submitted(message)
             self.batches.append([request.key for request in requests])
             for request in requests:
                 assert request.key not in self._live, "a request was submitted twice"

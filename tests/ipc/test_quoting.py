@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagewire.ipc.bounds import check_each, check_integer, check_string, unknown_name
-from pagewire.ipc.quoting import MAX_QUOTED, escaped_json, on_one_line, quoted, shorten_text
+from pagewire.ipc.quoting import MAX_QUOTED, escaped_json, on_one_line, quoted, shortened
 
 
 class Unquotable(str):
@@ -74,8 +74,8 @@ def test_checks_of_fields_quote_bounded() -> None:
 
 
 def test_shortened_tells_how_much_is_missing() -> None:
-    assert shorten_text("abc", 3) == "abc"
-    assert shorten_text("abcde", 3) == "abc... (2 more characters)"
+    assert shortened("abc", 3) == "abc"
+    assert shortened("abcde", 3) == "abc... (2 more characters)"
 
 
 def test_one_line_shows_every_character_that_a_terminal_would_obey() -> None:

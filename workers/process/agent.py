@@ -38,7 +38,7 @@ from pagewire.ipc.join.join_messages import (
     StartWorker,
     ToAgent,
 )
-from pagewire.ipc.quoting import shorten_text
+from pagewire.ipc.quoting import shortened
 from pagewire.ipc.version import __version__
 from pagewire.ipc.wire.codec import Codec
 from pagewire.ipc.wire.messages import PROTOCOL
@@ -210,7 +210,7 @@ class Agent:
             self._exit_fd = os.pidfd_open(self._worker.pid)
         except (OSError, MemoryError) as error:
             self._end_worker(kill=True)
-            text = shorten_text(f"could not be started: {error_text(error)}", MAX_CAUSE)
+            text = shortened(f"could not be started: {error_text(error)}", MAX_CAUSE)
             self._send(Ended(message.identity, text))
             return
         self._identity = message.identity

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagewire.ipc.models.registrations import import_object
-from pagewire.ipc.quoting import shorten_text
+from pagewire.ipc.quoting import shortened
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.workers.errors import LoadError
 
@@ -75,4 +75,4 @@ class ExtensionClass:
 
     def _refusal(self, error: Exception) -> LoadError:
         cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return LoadError(f"worker_extension: {self._path}: {shorten_text(cause, MAX_ERROR)}")
+        return LoadError(f"worker_extension: {self._path}: {shortened(cause, MAX_ERROR)}")

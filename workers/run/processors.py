@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pagewire.ipc.models.own_code import ProcessorSource
 from pagewire.ipc.models.registrations import import_object
-from pagewire.ipc.quoting import shorten_text
+from pagewire.ipc.quoting import shortened
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import PendingTokens, TokenSampler
 from pagewire.workers.errors import LoadError
@@ -201,7 +201,7 @@ class ProcessedTokens:
         """See `PendingTokens`."""
         output = self.pending.finish()
         for row, (label, error) in self.errors.items():
-            cause = shorten_text(f"{type(error).__name__}: {error}", MAX_ERROR)
+            cause = shortened(f"{type(error).__name__}: {error}", MAX_ERROR)
             output.errors[row] = f"the logits processor {label} failed: {cause}"
             if isinstance(error, ValueError):  # of the request's parameters
                 output.error_types[row] = "ValueError"
@@ -227,7 +227,7 @@ def open_processor(source: ProcessorSource, config: WorkerConfig, device: torch.
         return ProcessorBatch(source, maker(code, config, device))
     except Exception as error:
         cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise LoadError(f"logits_processors: {source.path}: {shorten_text(cause, MAX_ERROR)}") from error
+        raise LoadError(f"logits_processors: {source.path}: {shortened(cause, MAX_ERROR)}") from error
 
 
 def maker(code: Any, config: WorkerConfig, device: torch.device) -> Callable[[], LogitsProcessor]:

@@ -40,7 +40,7 @@ from pagewire.ipc.join.join_messages import (
     Started,
     StartWorker,
 )
-from pagewire.ipc.quoting import MAX_QUOTED, shorten_text
+from pagewire.ipc.quoting import MAX_QUOTED, shortened
 from pagewire.ipc.version import __version__
 from pagewire.ipc.wire.codec import Codec
 from pagewire.ipc.wire.messages import PROTOCOL
@@ -209,13 +209,13 @@ class JoinLauncher:
         if isinstance(message, Started):
             process.pid = message.pid
         elif isinstance(message, Ended):
-            process.end(shorten_text(message.cause))
+            process.end(shortened(message.cause))
 
     def _admit(self, name: bytes, join: Join) -> None:
         """Give an agent its place in the group, or refuse it."""
         for rank in [rank for rank, agent in self._agents.items() if agent.name == name]:
             self._lose(rank, "has joined again")
-        machine = f"{shorten_text(join.machine, MAX_QUOTED)} (pid {join.pid})"
+        machine = f"{shortened(join.machine, MAX_QUOTED)} (pid {join.pid})"
         try:
             rank = self._place_for(join, machine)
         except ValueError as error:
@@ -236,7 +236,7 @@ class JoinLauncher:
         """
         if join.protocol != PROTOCOL or join.version != __version__:
             raise ValueError(
-                f"the worker has pagewire {shorten_text(join.version, MAX_QUOTED)} (protocol {join.protocol}), the "
+                f"the worker has pagewire {shortened(join.version, MAX_QUOTED)} (protocol {join.protocol}), the "
                 f"core {__version__} (protocol {PROTOCOL}): install the same version"
             )
         self._check_agents(time.monotonic())  # one that has just ended makes room

@@ -19,7 +19,7 @@ from pagewire.ipc.errors import (
     WeightsChangedError,
     root_of,
 )
-from pagewire.ipc.quoting import shorten_text
+from pagewire.ipc.quoting import shortened
 
 RETRY_SECONDS = 1  # Retry-After header when too many requests are waiting
 # In messages about prompts over the context length. LiteLLM knows them by the first of these phrases,
@@ -46,7 +46,7 @@ class APIError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        self.status, self.message, self.param, self.code = status, shorten_text(message), param, code
+        self.status, self.message, self.param, self.code = status, shortened(message), param, code
         super().__init__(self.message)
         self.headers = headers or {}
 

@@ -9,7 +9,7 @@ import logging
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from pagewire.ipc.quoting import shorten_text
+from pagewire.ipc.quoting import shortened
 
 logger = logging.getLogger("pagewire.server")
 
@@ -42,7 +42,7 @@ def begin_warnings(request_id: str) -> RequestWarnings:
 def warn_client(text: str) -> None:
     """Warn the client whose request is handled, and log it; once for each text."""
     warnings = _current.get()
-    if (text := shorten_text(text, MAX_TEXT)) not in warnings.texts:
+    if (text := shortened(text, MAX_TEXT)) not in warnings.texts:
         warnings.texts.append(text)
         logger.warning("request %s: %s", warnings.request_id, text)
 

@@ -23,7 +23,7 @@ from pagewire.frontend.server.serving.answer_memory import AnswerMemory
 from pagewire.frontend.server.serving.retention import warn_of_refusals
 from pagewire.frontend.server.serving.socket import SocketSession
 from pagewire.frontend.server.serving.usage import CompletionTokensDetails, PromptTokensDetails, Usage
-from pagewire.ipc.quoting import MAX_QUOTED, shorten_text
+from pagewire.ipc.quoting import MAX_QUOTED, shortened
 from pagewire.ipc.wire.budget import SMALL_POOLED_BYTES
 from pagewire.ipc.wire.items import RetainedPrefix
 
@@ -225,15 +225,15 @@ class Exchange:
             "id": self.id,
             "request_id": self.given_id,
             "key": self.tenant.name or None,
-            "user": self.user and shorten_text(self.user, MAX_QUOTED),
-            "path": shorten_text(self.path, MAX_QUOTED),
+            "user": self.user and shortened(self.user, MAX_QUOTED),
+            "path": shortened(self.path, MAX_QUOTED),
             "status": status,
             "tokens_in": self.num_prompt,
             "tokens_cached": self.num_cached,
             "tokens_out": self.num_output,
             "ttft_ms": None if first is None else round(1e3 * (first - self._came), 1),
             "seconds": round(time.time() - self._came, 3),
-            "finish": shorten_text(",".join(self.reasons), MAX_QUOTED) or None,
+            "finish": shortened(",".join(self.reasons), MAX_QUOTED) or None,
             "error": why,
             "prompt": self.prompt[: None if max_log_len < 0 else max_log_len] or None,
         }

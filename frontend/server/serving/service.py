@@ -27,7 +27,7 @@ from pagewire.frontend.server.serving.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.name_patterns import is_pattern, matches_any
 from pagewire.ipc.files.names import short_name
-from pagewire.ipc.quoting import quoted, shorten_text
+from pagewire.ipc.quoting import quoted, shortened
 
 if TYPE_CHECKING:
     from pagewire.ipc.files.pulled import PulledModel
@@ -343,7 +343,7 @@ class Service(Services):
     def unknown(self, name: str) -> APIError:
         """Return the error for a name that no model has."""
         names = (name for service in self.all for name in (*service.all_names, *service.patterns))
-        message = f"there is no model {quoted(name)}; served: {shorten_text(', '.join(names), MAX_SERVED)}"
+        message = f"there is no model {quoted(name)}; served: {shortened(', '.join(names), MAX_SERVED)}"
         return APIError(404, message, param="model", code="model_not_found")
 
 

@@ -18,7 +18,7 @@ from pagewire.frontend.server.shelf.pulled_shelf import PulledShelf
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.files.hub_names import hub_name
 from pagewire.ipc.files.pulled import PulledModel
-from pagewire.ipc.quoting import quoted, shorten_text
+from pagewire.ipc.quoting import quoted, shortened
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -145,7 +145,7 @@ class ShelvedServices(Services):
                 return name
         if model is not None and (of_the_hub := self._of_the_hub(model)) is not None:
             return of_the_hub
-        served = shorten_text(", ".join(models), MAX_SERVED) or "none yet: pull one"
+        served = shortened(", ".join(models), MAX_SERVED) or "none yet: pull one"
         message = f"there is no model {quoted(model)}; served: {served}"
         raise APIError(404, message, param="model", code="model_not_found")
 

@@ -25,7 +25,7 @@ from pagewire.ipc.wire.messages import Abort, Goodbye, Submit, ToCore
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.requests import Request
-from pagewire.ipc.wire.tasks import submitted_requests
+from pagewire.ipc.wire.tasks import submitted
 from tests.engine_core.conftest import RawFrontend, RunningCore
 
 # ---------------------------------------------------------------- accounts
@@ -167,7 +167,7 @@ def test_the_estimate_is_near_the_memory_that_python_takes(kind: str) -> None:
 
     def keep(messages: list[Any]) -> None:
         for number, message in enumerate(messages):
-            (request,) = submitted_requests(codec.decode(message))
+            (request,) = submitted(codec.decode(message))
             intake._share_numbers(request)
             group = sequences(request, b"client", number, 0.0, max_model_len=20_000, share_prefixes=True)
             kept.append((request, group))

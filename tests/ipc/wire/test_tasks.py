@@ -18,7 +18,7 @@ from pagewire.ipc.wire.tasks import (
     restore_tasks,
     share_tasks,
     submission,
-    submitted_requests,
+    submitted,
 )
 from pagewire.ipc.wire.worker_messages import SlotInit, StepPlan, ToWorker
 
@@ -80,7 +80,7 @@ def test_a_task_is_submitted_once() -> None:
     assert requests == given and [request.task is each for request, each in zip(requests, tasks, strict=True)]
     message = TO_CORE.decode(frames)
     assert isinstance(message, Submit)
-    received = submitted_requests(message)
+    received = submitted(message)
     assert received == requests
     assert received[1].task is received[2].task is received[5].task
     assert received[0].task is received[3].task is not received[1].task
@@ -94,7 +94,7 @@ def test_a_task_is_submitted_once() -> None:
 def test_a_message_must_name_a_task_for_each_request(task_of: list[int]) -> None:
     requests = [Request(key, "r", Prompt([1]), SamplingParams(top_k=key + 1), 0) for key in range(2)]
     with pytest.raises(ValueError, match="task_of"):
-        submitted_requests(Submit(requests, task_of))
+        submitted(Submit(requests, task_of))
 
 
 def test_neighbours_share_what_is_equal_in_their_tasks() -> None:
