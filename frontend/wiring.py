@@ -1,4 +1,4 @@
-"""What a plain request does not need, opened where it is first used: the one place that knows where it is.
+"""Parts that a plain request does not need, opened where it is first used: the one place that knows where it is.
 
 A module on the way of a plain request imports none of these, but takes them as `wiring.NAME`. So whoever reads that
 way need not read them, and a frontend that attaches does not load them.

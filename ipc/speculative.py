@@ -223,7 +223,7 @@ def _checked(given: dict[str, Any]) -> SpeculativeConfig:
     return config
 
 
-def method_of(config: Mapping[str, Any]) -> Method:
+def draft_method(config: Mapping[str, Any]) -> Method:
     """The kind of a model that proposes tokens, by its config.json. An ordinary model is a draft model."""
     kind, names = str(config.get("model_type", "")), " ".join(map(str, config.get("architectures") or []))
     if kind == "mlp_speculator" or "MLPSpeculator" in names:

@@ -125,7 +125,7 @@ def folder_of(model: PulledModel) -> Path:
     return pulled_root() / stem(model.given) / model.content
 
 
-def path_of(model: PulledModel) -> Path:
+def weights_path(model: PulledModel) -> Path:
     """Its GGUF file, the first of a split one, or its folder."""
     folder = folder_of(model)
     return folder / model.files[0].name if model.tag and is_gguf(model.files[0].name) else folder

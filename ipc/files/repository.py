@@ -1,4 +1,4 @@
-"""What a repository of the hub holds, and which of its files a name with a quantisation means (`hub_names.py`)."""
+"""Files of a repository of the hub, and which of them a name with a quantisation means (`hub_names.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What core and workers know of files with weights that take the place of a model's own."""
+"""Facts that core and workers share about files with weights that take the place of a model's own."""
 
 from __future__ import annotations
 

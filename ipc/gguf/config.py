@@ -63,7 +63,7 @@ SIGMOID = 2  # expert_gating_func
 MAVERICK_EXPERTS = 128  # of the Llama 4 whose queries and keys have no norm
 
 
-def model_config(file: GgufFile) -> Values:
+def gguf_model_config(file: GgufFile) -> Values:
     """The content of `config.json`: the model's type, sizes and settings, and the dtype to run it in.
 
     Raises:
@@ -188,7 +188,7 @@ def rope_scaling(file: GgufFile, fields: Fields) -> Values | None:
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
 
 
-def llama(file: GgufFile) -> Values:
+def llama_config(file: GgufFile) -> Values:
     """Llama, Mistral and Mixtral, which share a name in GGUF files. A file with experts is Mixtral."""
     fields = Fields(file)
     if "blk.0.ffn_gate_inp.weight" in file.tensors:
@@ -541,7 +541,7 @@ def gemma4(file: GgufFile) -> Values:
 
 
 ARCHITECTURES: dict[str, Callable[[GgufFile], Values]] = {
-    "llama": llama,
+    "llama": llama_config,
     "qwen2": qwen2,
     "qwen2moe": qwen2moe,
     "qwen3": qwen3,

@@ -36,7 +36,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
             f"{file.path}: tokenizers of the form {kind!r} are not read, but 'gpt2', 'llama' and 'gemma4'; give "
             "that of a model folder as `tokenizer`"
         )
-    parts = byte_level(file, tokens) if kind == "gpt2" else sentencepiece(file, tokens)
+    parts = byte_level_tokenizer(file, tokens) if kind == "gpt2" else sentencepiece(file, tokens)
     described = {
         "version": "1.0",
         "truncation": None,
@@ -111,7 +111,7 @@ def rule_of(file: GgufFile) -> str:
     return NAMES[name]
 
 
-def byte_level(file: GgufFile, tokens: Sequence[str]) -> Json:
+def byte_level_tokenizer(file: GgufFile, tokens: Sequence[str]) -> Json:
     """The parts of a byte-level tokenizer."""
     rule = rule_of(file)
     steps = list(RULES[rule])

@@ -514,7 +514,7 @@ class SamplingParams(
 
     def _check_beams(self) -> None:
         check_early_stopping(self.early_stopping)
-        if (refused := beams.refusal(self, self.use_beam_search)) is not None:
+        if (refused := beams.beam_refusal(self, self.use_beam_search)) is not None:
             raise refused
         if self.use_beam_search and self.structured_outputs is not None:
             raise FieldValueError(

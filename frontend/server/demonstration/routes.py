@@ -50,7 +50,7 @@ class DemonstrationAnswer(msgspec.Struct):
 
 def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint."""
-    endpoint = GenerationEndpoint(services, "gen-", DemonstrationRequest, generate)
+    endpoint = GenerationEndpoint(services, "gen-", DemonstrationRequest, generate_demonstration)
     return [
         Operation(
             "POST",
@@ -64,7 +64,9 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def generate(service: Service, request: DemonstrationRequest, exchange: Exchange) -> bytes | Events:
+async def generate_demonstration(
+    service: Service, request: DemonstrationRequest, exchange: Exchange
+) -> bytes | Events:
     """Run a request, and return the JSON of the response or the objects of a stream. Beams come in one piece.
 
     Raises:

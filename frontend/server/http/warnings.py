@@ -1,4 +1,4 @@
-"""What a request asks for without effect: in the log, and for its client in headers `Warning: 299 pagewire "..."`.
+"""Warnings of what has no effect: in the log, and for the client in headers `Warning: 299 pagewire "..."`.
 
 The code that notices it, on the event loop, may be far from the response, so the warnings belong to the context.
 """

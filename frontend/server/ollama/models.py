@@ -1,4 +1,4 @@
-"""What Ollama's API says of models: /api/tags, /api/ps and /api/show."""
+"""Descriptions of models for Ollama's API: /api/tags, /api/ps and /api/show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the endpoints that pool have in common: inputs, limits, and running the requests."""
+"""The common part of the endpoints that pool: inputs, limits, and running the requests."""
 
 from __future__ import annotations
 
