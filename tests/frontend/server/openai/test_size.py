@@ -110,7 +110,7 @@ def test_large_schemas_are_not_read_on_the_event_loop(
 
         monkeypatch.setattr(prepared_chat, name, watch)
 
-    watched("tool_use"), watched("chat_prompt"), watched("constrained")
+    watched("tool_use"), watched("chat_prompt"), watched("constrain_params")
     for number, seen in ((1, [True] * 3), (10_000, [False] * 3)):
         fields = {"tools": [tool(0, number)], "tool_choice": "required"}
         assert client.post(CHAT, NEEDED[CHAT] | fields).status == 200
