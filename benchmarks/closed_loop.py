@@ -25,7 +25,7 @@ def run_requests(
     while number < num_requests or unfinished:
         while number < num_requests and len(unfinished) < num_open:
             prompt: Any = {"prompt_token_ids": [number % 900 + 10] * prompt_tokens}
-            (state,) = session.submit([session.prepare(prompt, params, f"{number}")], inbox)
+            (state,) = session.submit([session.intake.prepare(prompt, params, f"{number}")], inbox)
             unfinished.add(state.key)
             number += 1
         for state in inbox.get():

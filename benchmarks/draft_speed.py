@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from benchmarks.limits import processor
 from benchmarks.target_text import NUM_PROMPT_TOKENS, texts
 from pagewire.ipc.files.model_configs import read_configs
-from pagewire.ipc.speculative import SpeculativeConfig, method_of
+from pagewire.ipc.speculative import SpeculativeConfig, draft_method
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.process.wiring import open_runner
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
-    method = method_of(read_configs(Path(options.draft))[0])
+    method = draft_method(read_configs(Path(options.draft))[0])
     speculative = SpeculativeConfig(
         method, options.draft, max(options.drafts), quantization=options.quantization
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from pagewire.ipc.gguf.config import model_config
+from pagewire.ipc.gguf.config import gguf_model_config
 from pagewire.ipc.gguf.file import read_metadata
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu import kernels as cpu_kernels
@@ -110,7 +110,7 @@ def floor_seconds(
     bits: of a weight as it is read; products count as those of bfloat16, so narrow ones may be faster than this.
     """
     config = (
-        model_config(read_metadata(model))
+        gguf_model_config(read_metadata(model))
         if model.is_file()
         else json.loads((model / "config.json").read_text())
     )

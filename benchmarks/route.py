@@ -336,9 +336,10 @@ def overhead(options: argparse.Namespace) -> bool:
 
 def forward(options: argparse.Namespace) -> bool:
     """Tokens and requests per second that pass through a session on fake cores, without HTTP."""
+    from pagewire.frontend.core import open_session
     from pagewire.frontend.core.session import Session
-    from pagewire.frontend.route.engine import routed as routed_engine
-    from pagewire.frontend.route.places import running
+    from pagewire.frontend.route.engine import open_router as routed_engine
+    from pagewire.frontend.route.places import running_place
 
     def run(session: Session, length: int) -> tuple[float, float, float]:
         total, sizes = options.requests, {"prompt_tokens": 200, "output_tokens": length}
@@ -359,8 +360,8 @@ def forward(options: argparse.Namespace) -> bool:
                 assert process.stdout is not None
                 process.stdout.readline()
             plain: dict[str, Any] = {"curve": None, "tokenizer": None, "timeout": 10.0}
-            sessions = {"session": Session.attach(addresses[0], **plain)} if count == 1 else {}
-            router = routed_engine([running(address) for address in addresses])
+            sessions = {"session": open_session.attach(addresses[0], **plain)} if count == 1 else {}
+            router = routed_engine([running_place(address) for address in addresses])
             sessions["router"] = router.session
             for name, session in sessions.items():
                 for length in (1, 100):

@@ -231,12 +231,12 @@ def frontend_seconds(repeats: int) -> float:
 def router_seconds(requests: int, length: int) -> float:
     """Processor time of a router's process, without HTTP, for each token that it takes from a core and gives on."""
     from benchmarks.closed_loop import run_requests
-    from pagewire.frontend.route.engine import routed
-    from pagewire.frontend.route.places import running
+    from pagewire.frontend.route.engine import open_router
+    from pagewire.frontend.route.places import running_place
 
     sizes = {"num_open": RANK_ROWS, "prompt_tokens": PROMPT_TOKENS, "output_tokens": length}
     with core_process() as (address, _):
-        engine = routed([running(address)])
+        engine = open_router([running_place(address)])
         used = time.process_time()
         num_tokens = run_requests(engine.session, requests, **sizes)
         used = time.process_time() - used

@@ -1,4 +1,4 @@
-"""What a program and a server ask of an engine core; and names that are loaded when they are first used."""
+"""Frontends of an engine core, for programs and servers; and names that are loaded when they are first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plain request does not need, opened where it is first used: the one place that knows where it is.
+"""Parts that a plain request does not need, opened where it is first used: the one place that knows where it is.
 
 A module on the way of a plain request imports none of these, but takes them as `wiring.NAME`. So whoever reads that
 way need not read them, and a frontend that attaches does not load them.
@@ -22,14 +22,14 @@ _HOMES = {
     # chat templates of requests
     "frontend.text.render_process": "NUM_PARALLEL NUM_RESERVED",
     # typed decisions
-    "frontend.requests.decisions": "AskedQuestion decisions_of questions_of reads_of template_variables",
+    "frontend.requests.decisions": "AskedQuestion decisions_of questions_of reads_of decision_variables",
     # adapters
     "frontend.requests.adapter_book": "AdapterBook",
     "frontend.requests.learned_prompts": "PromptAdapters",
     # other weights
-    "frontend.core.weights": "update_weights",
+    "frontend.core.weights": "send_weights",
     # models that pool
-    "frontend.requests.pooling.inputs": "complete params_of prepare",
+    "frontend.requests.pooling.inputs": "complete_pooling_params pooling_params_for prepare_pooling",
     "frontend.requests.pooling.scoring": "ScorePlan",
     "frontend.requests.pooling.state": "PooledState",
     # tokenizers in GGUF files, and as programs of transformers know them

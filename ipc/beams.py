@@ -32,7 +32,7 @@ MAX_CANDIDATES = 1024
 """The most tokens whose log probabilities a step of a search gets, for each beam, whatever `max_logprobs` is."""
 
 
-def refusal(fields: Any, searches: bool) -> FieldValueError | None:
+def beam_refusal(fields: Any, searches: bool) -> FieldValueError | None:
     """The error for a parameter that does not go with the search, or only with it; None if all do.
 
     fields: has the parameters as attributes. searches: `use_beam_search` is set.

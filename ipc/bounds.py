@@ -1,7 +1,7 @@
 """Values checked against annotated types, with errors that name the field, what it must be, and the value.
 
 A bound stands once, in the annotation: `Annotated[int, msgspec.Meta(ge=1)]`. msgspec reads it for JSON schemas.
-`check_fields` checks a struct by its annotations; `converted` checks one value as `msgspec.convert` does.
+`check_fields` checks a struct by its annotations; `convert_value` checks one value as `msgspec.convert` does.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def check_number(name: str, value: Any, low: float, high: float, *, above: bool 
     check_float(name, value, Meta(gt=low, le=most) if above else Meta(ge=low, le=most))
 
 
-def converted(name: str, value: Any, kind: Any) -> Any:
+def convert_value(name: str, value: Any, kind: Any) -> Any:
     """The value as `msgspec.convert` makes it of the type: tuples become lists, integers become floats.
 
     Raises:

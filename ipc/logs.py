@@ -44,15 +44,15 @@ class TextFormatter(logging.Formatter):
         record.message = message_of(record)
         line = on_one_line(super().formatMessage(record))
         brought = getattr(record, "traceback", None)
-        return f"{line}\n{indented(brought)}" if brought else line
+        return f"{line}\n{indent_traceback(brought)}" if brought else line
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 (the base class's name)
         """The traceback of an exception."""
-        return indented(super().formatException(ei))
+        return indent_traceback(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802 (the base class's name)
         """The stack of a record with `stack_info`."""
-        return indented(stack_info)
+        return indent_traceback(stack_info)
 
 
 class JsonFormatter(logging.Formatter):
@@ -84,7 +84,7 @@ def message_of(record: logging.LogRecord) -> str:
     return message if hasattr(record, "facts") else shortened(message)
 
 
-def indented(traceback: str) -> str:
+def indent_traceback(traceback: str) -> str:
     """A traceback as it is written after a line of text."""
     return "\n".join(INDENT + line for line in lines_of(traceback))
 
@@ -118,12 +118,12 @@ def configure(log_format: str | None = None) -> None:
         configure_from(Path(path))
         return
     handler = logging.StreamHandler(sys.stderr)
-    if chosen("PAGEWIRE_LOG_FORMAT", FORMATS, "text") == "json":
+    if choose_option("PAGEWIRE_LOG_FORMAT", FORMATS, "text") == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(TextFormatter(TEXT, "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])  # for libraries
-    logging.getLogger("pagewire").setLevel(chosen("PAGEWIRE_LOGGING_LEVEL", LEVELS, "INFO"))
+    logging.getLogger("pagewire").setLevel(choose_option("PAGEWIRE_LOGGING_LEVEL", LEVELS, "INFO"))
 
 
 def configure_from(path: Path) -> None:
@@ -138,7 +138,7 @@ def configure_from(path: Path) -> None:
         raise ValueError(f"PAGEWIRE_LOGGING_CONFIG_PATH: {path}: {error}") from error
 
 
-def chosen(name: str, choices: tuple[str, ...], default: str) -> str:
+def choose_option(name: str, choices: tuple[str, ...], default: str) -> str:
     """The value of an environment variable as one of `choices`; case is ignored.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What each tenant was given of something that tenants share, and which of two is next.
+"""The shares of tenants in something that they have in common, and which of two is next.
 
 The least served tenant is next. Its measure is a virtual counter, as in "Fairness in Serving Large Language Models"
 (Sheng et al., 2024): it grows by what the tenant is given. A tenant that begins to wait is raised to the least
@@ -18,7 +18,7 @@ MAX_IDLE = 256  # tenants without unfinished work that are remembered, for their
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one tenant was given.
+    """The share of one tenant in what is served.
 
     name: given by the frontend; bytes: the frontend's identity, for requests without a name.
     num_waiting, num_running: its work that waits, and that is being done.

@@ -223,8 +223,8 @@ def _checked(given: dict[str, Any]) -> SpeculativeConfig:
     return config
 
 
-def method_of(config: Mapping[str, Any]) -> Method:
-    """What a model that proposes tokens is, by its config.json. A model of an ordinary kind is a draft model."""
+def draft_method(config: Mapping[str, Any]) -> Method:
+    """The kind of a model that proposes tokens, by its config.json. An ordinary model is a draft model."""
     kind, names = str(config.get("model_type", "")), " ".join(map(str, config.get("architectures") or []))
     if kind == "mlp_speculator" or "MLPSpeculator" in names:
         return "mlp_speculator"

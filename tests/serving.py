@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.uvicorn_server import HTTPServer, bound, url_of
+from pagewire.frontend.server.http.uvicorn_server import HTTPServer, bind_socket, url_of
 from pagewire.frontend.server.wiring import create_app
 
 
@@ -21,7 +21,7 @@ def serving(
 ) -> Iterator[str]:
     """The URL of a server, on a free port, that is attached to the core at `address`."""
     ready, loop = threading.Event(), new_loop()
-    with bound(options) as socket:
+    with bind_socket(options) as socket:
         engine = AsyncLLM.attach(address)
         server = HTTPServer(create_app(engine, options), options, ready.set)
         thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([socket]),))

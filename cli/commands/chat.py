@@ -82,7 +82,7 @@ class Talk:
         from pagewire.frontend.server.parsing.detection import reply_formats
         from pagewire.frontend.server.parsing.reasoning import thinking
 
-        tokenizer = engine.session.tokenizer
+        tokenizer = engine.session.intake.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise UsageError(f"{engine.info.model} has no chat template")
         self._engine, self._tokenizer = engine, tokenizer

@@ -102,9 +102,9 @@ def embed_lines(
 
     from pagewire.cli.pool.batch import pool_texts
     from pagewire.cli.pool.vectors import opened_vectors
-    from pagewire.frontend.requests.pooling.inputs import complete
+    from pagewire.frontend.requests.pooling.inputs import complete_pooling_params
 
-    params = complete(params, engine.info, "embed", None)
+    params = complete_pooling_params(params, engine.info, "embed", None)
     total = count_lines(lines)
     texts = read_texts(lines, options)
     if not (batch := list(islice(texts, options.batch_size))):

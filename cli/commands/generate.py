@@ -81,7 +81,7 @@ def sampling_params(engine: AsyncLLM, fields: dict[str, Any]) -> SamplingParams:
     """
     import msgspec
 
-    from pagewire.frontend.requests.defaults import local_sampling_params
+    from pagewire.frontend.requests.checked_params import local_sampling_params
     from pagewire.ipc.wire.params import RequestOutputKind
 
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.parser import UsageError
-from pagewire.frontend.server.http.key_file import digest_of, parse, read_key_file
+from pagewire.frontend.server.http.key_file import key_digest, parse, read_key_file
 from pagewire.ipc.tenants import check_tenant
 
 RIGHTS = {
@@ -70,7 +70,7 @@ def add_api_key(path: Path, name: str, words: list[str]) -> int:
         UsageError: the file cannot be read or is not safe, or the entry would not fit the others of that name.
     """
     key = "pw-" + secrets.token_urlsafe(32)
-    line = " ".join([name, "sha256:" + digest_of(key.encode()).hex(), *words])
+    line = " ".join([name, "sha256:" + key_digest(key.encode()).hex(), *words])
     try:
         check_tenant(name)
         (entry,) = parse(line)

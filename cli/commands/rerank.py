@@ -87,14 +87,14 @@ def scores_of(
     from tqdm import tqdm
 
     from pagewire.cli.pool.batch import pool_texts
-    from pagewire.frontend.requests.pooling.inputs import complete
+    from pagewire.frontend.requests.pooling.inputs import complete_pooling_params
     from pagewire.frontend.requests.pooling.scoring import ScorePlan
 
     plan = ScorePlan(engine.info, query, [document.prompt for document in documents])
     places = [f"line {document.line}" for document in documents]
     if len(plan.prompts) > len(documents):  # the query is embedded by itself
         places.insert(0, "the query")
-    params = complete(params, engine.info, plan.task, None)
+    params = complete_pooling_params(params, engine.info, plan.task, None)
     total, hidden = len(plan.prompts), True if no_progress else None
     with tqdm(total=total, disable=hidden, unit=" texts", file=sys.stderr) as bar:
         outputs = pool_texts(engine, plan.prompts, places, params, lambda output: bar.update())

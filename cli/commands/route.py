@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         EngineDeadError: no core was left for `--reattach-timeout` seconds.
     """
     from pagewire.frontend.api import async_llm
-    from pagewire.frontend.server.http.uvicorn_server import bound
+    from pagewire.frontend.server.http.uvicorn_server import bind_socket
     from pagewire.ipc import logs
     from pagewire.ipc.host.descriptors import raise_descriptor_limit
     from pagewire.ipc.host.heap import return_freed_memory
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     logs.configure(server_options.log_format)
     if not server_options.keyed and not server_options.is_local():
         logger.warning("no API key: whoever can connect to this machine may use the engine (--api-key)")
-    with bound(server_options) as listening, opened(options, server_options.reattach_timeout) as engine:
+    with bind_socket(server_options) as listening, opened(options, server_options.reattach_timeout) as engine:
         async_llm.run(serve([engine], server_options, listening))
     return 0
 
@@ -128,19 +128,19 @@ def opened(options: argparse.Namespace, patience: float) -> Iterator[AsyncLLM]:
     from functools import partial
 
     from pagewire.frontend.media.access import MediaAccess
-    from pagewire.frontend.route.engine import routed
-    from pagewire.frontend.route.places import running, spawned
+    from pagewire.frontend.route.engine import open_router
+    from pagewire.frontend.route.places import running_place, spawned_place
     from pagewire.ipc.wire.sockets import CurveKeys
 
     keys = None
     if options.curve_secret:
         keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
-    place_at = partial(running, curve=keys, peer_uid=options.peer_uid)
+    place_at = partial(running_place, curve=keys, peer_uid=options.peer_uid)
     tokenizer = {"trust_remote_code": getattr(options, "trust_remote_code", False)}
     traces = getattr(options, "otlp_traces_endpoint", None)
     if options.spawn:
         args = engine_args(options)
-        places = [spawned(args, number, options.spawn) for number in range(options.spawn)]
+        places = [spawned_place(args, number, options.spawn) for number in range(options.spawn)]
         tokenizer |= {"token": args.hf_token, "cache_dir": args.download_dir}
         traces = args.otlp_traces_endpoint
     else:
@@ -148,7 +148,7 @@ def opened(options: argparse.Namespace, patience: float) -> Iterator[AsyncLLM]:
     access = MediaAccess.read(
         getattr(options, "allowed_local_media_path", ""), getattr(options, "allowed_media_domains", None)
     )
-    engine = routed(
+    engine = open_router(
         places,
         patience=patience,
         policy=options.policy,

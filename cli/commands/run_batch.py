@@ -122,7 +122,7 @@ def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
     from pagewire.frontend.server.wiring import create_app
     from pagewire.ipc.errors import EngineDeadError
 
-    post = in_process.poster(create_app(engine, options), next(iter(options.keys()), None))
+    post = in_process.open_poster(create_app(engine, options), next(iter(options.keys()), None))
 
     async def post_while_alive(path: str, body: bytes) -> BatchResponse:
         response = await post(path, body)

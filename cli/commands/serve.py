@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         EngineDeadError: the engine core was lost.
     """
     from pagewire.frontend.api import async_llm
-    from pagewire.frontend.server.http.uvicorn_server import bound
+    from pagewire.frontend.server.http.uvicorn_server import bind_socket
     from pagewire.ipc import logs
     from pagewire.ipc.host.descriptors import raise_descriptor_limit
     from pagewire.ipc.host.heap import return_freed_memory
@@ -106,10 +106,10 @@ def run(options: argparse.Namespace) -> int:
     if models or shelf_options.pulled:
         pulled = (lambda name: options_of(options, {"model": name})) if shelf_options.pulled else None
         check_shelf(server_options, len(models) + shelf_options.pulled)
-        with bound(server_options) as listening:
+        with bind_socket(server_options) as listening:
             async_llm.run(serve_shelf(models, shelf_options, server_options, listening, pulled))
         return 0
-    with bound(server_options) as listening, ExitStack() as stack:
+    with bind_socket(server_options) as listening, ExitStack() as stack:
         engines = [
             stack.enter_context(opened(own, server_options.restarts, server_options.reattach_timeout))
             for own in [*each_core(options), *more]

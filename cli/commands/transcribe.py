@@ -139,7 +139,7 @@ async def ask_engine(engine: AsyncLLM, recording: bytes, params: TranscriptionPa
         outputs = [output async for output in engine.generate(prompt, sampling)]
         return outputs[-1].outputs[0]
 
-    transcriber = Transcriber.of(engine.info, engine.session.tokenizer, params, generate)
+    transcriber = Transcriber.of(engine.info, engine.session.intake.tokenizer, params, generate)
     source = engine.info.source
     assert source is not None, "the model hears"
     transcript = await transcriber.transcribe(Recording.decoded(recording, source))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.ipc.suspicion import ADAPTER_RULE, NO_SUSPICION, Suspicion
 from pagewire.ipc.wire.lora import AdapterSource
 
 
@@ -42,7 +43,7 @@ class Adapter:
     num_bytes, rank, num_extra_tokens: as the workers have reported them; 0 before that.
     pinned: it stays in memory. retired: it leaves memory with its last request.
     since: monotonic time from which requests wait for it. loading_since: from which the workers read it.
-    num_losses: workers lost while they read it, since it was last read.
+    suspicion: that workers crash of it while they read it, since it was last read.
     refusal: why it is not read any more; empty: it may be read.
     callers: called once it is resident, with None, or else with the error.
     """
@@ -58,7 +59,7 @@ class Adapter:
     retired: bool = False
     since: float = 0.0
     loading_since: float = 0.0
-    num_losses: int = 0
+    suspicion: Suspicion = NO_SUSPICION
     refusal: str = ""
     callers: list[Callable[[Exception | None], None]] = field(default_factory=list)
 
@@ -75,7 +76,7 @@ class Adapter:
     @property
     def suspect(self) -> bool:
         """True if it may be what the workers were lost of: it is read alone."""
-        return self.num_losses > 0
+        return self.suspicion.is_suspect(ADAPTER_RULE)
 
     def answer(self, error: Exception | None) -> None:
         """Call those who wait for it to be resident."""

@@ -15,12 +15,12 @@ from itertools import count
 from typing import TypeAlias
 
 from pagewire.engine_core.adapters.adapter import Adapter, AdapterLimits, Residence
+from pagewire.ipc.suspicion import ADAPTER_RULE
 from pagewire.ipc.wire.lora import AdapterLoaded, DropAdapter, LoadAdapter
 
 MAX_LOADING = 2  # so that the workers read the next adapter as soon as they have the last
 LOAD_SECONDS = 300.0  # that the workers may take to read one, before its requests wait no longer
 TRIAL_SECONDS = 10.0  # that steps wait for a suspect while the workers give signs of life, as on a slow disk
-MAX_LOSSES = 4  # of workers while they read an adapter, whatever they did beside it
 
 Command: TypeAlias = LoadAdapter | DropAdapter
 
@@ -151,10 +151,10 @@ class ResidentAdapters:
         loading = self.loading
         alone = self._trial if self.holds_steps(last_message) else None
         for adapter in loading:
-            adapter.num_losses += 1
-            if adapter is alone or adapter.num_losses >= MAX_LOSSES:
+            adapter.suspicion = adapter.suspicion.after_crash(alone=adapter is alone)
+            if adapter.suspicion.is_guilty(ADAPTER_RULE):
                 adapter.refusal = (
-                    f"adapter {adapter.source.name!r}: {adapter.num_losses} workers were lost while they read it; "
-                    "it is not read again until its files change, or it is removed and added again"
+                    f"adapter {adapter.source.name!r}: {adapter.suspicion.num_in_all} workers were lost while they "
+                    "read it; it is not read again until its files change, or it is removed and added again"
                 )
         return [adapter for adapter in loading if adapter.refusal]

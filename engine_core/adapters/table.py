@@ -21,6 +21,7 @@ from pagewire.engine_core.adapters.registry import AdapterRegistry
 from pagewire.engine_core.adapters.resident import LOAD_SECONDS, Command, ResidentAdapters
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.errors import AdapterCrashedWorkerError
+from pagewire.ipc.suspicion import NO_SUSPICION
 from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource
 
 Refusal: TypeAlias = tuple[Sequence, Exception]
@@ -221,7 +222,7 @@ class AdapterTable:
         adapter = self.memory.find(message.index)
         if adapter is None:
             return []  # it was dropped meanwhile
-        adapter.num_losses = 0
+        adapter.suspicion = NO_SUSPICION
         if (error := problem_of(adapter, message, self.limits)) is not None:
             return self._fail(adapter, error)
         self.memory.keep(adapter, message)

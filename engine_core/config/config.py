@@ -21,7 +21,7 @@ from pagewire.ipc.files.hub import model_folder
 from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.models.architectures import pools
 from pagewire.ipc.models.plugins import load_allowed_plugins
-from pagewire.ipc.models.registrations import registered
+from pagewire.ipc.models.registrations import all_registrations
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.positions import longest_sequence, too_long
 from pagewire.ipc.quantization import resolve_quantization, settings_of
@@ -184,7 +184,7 @@ class EngineConfig:
             speculative=self.speculation,
             lora=args.lora_config(),
             merged_adapter="" if self.merged_adapter is None else str(self.merged_adapter),
-            registrations=registered(self.plugins),
+            registrations=all_registrations(self.plugins),
             logits_processors=args.resolved_processors(),
             worker_extension=args.worker_extension or "",
             media=self.media is not None,

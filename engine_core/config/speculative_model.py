@@ -11,7 +11,7 @@ from pagewire.ipc.counts import check_counts
 from pagewire.ipc.files.hub import model_folder
 from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.options.engine_args import EngineArgs
-from pagewire.ipc.speculative import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculativeConfig, method_of
+from pagewire.ipc.speculative import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculativeConfig, draft_method
 
 # Where a checkpoint says how many tokens it proposes at a time, by method: the first name, or those after it.
 NUM_DRAFTS_KEYS = {
@@ -46,7 +46,7 @@ def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> Speculat
         check_counts(own)
         config = msgspec.structs.replace(config, model=str(path))
     if config.method == "auto":
-        config = msgspec.structs.replace(config, method=method_of(own))
+        config = msgspec.structs.replace(config, method=draft_method(own))
         if config.method == "mtp":
             raise ValueError(
                 f"{config.model} holds multi-token-prediction layers alone, which are not served: with the method "

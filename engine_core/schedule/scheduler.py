@@ -35,15 +35,21 @@ from typing import Literal
 from pagewire.engine_core.schedule.attachments import GrammarError
 from pagewire.engine_core.schedule.cache_group import CacheGroup
 from pagewire.engine_core.schedule.cold import ColdPrefixes
-from pagewire.engine_core.schedule.deltas import add_facts, error_delta, error_of, pooled_delta
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.launches import LaunchLength
 from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.retained import RetainedPrefixes
+from pagewire.engine_core.schedule.row_results import (
+    add_facts,
+    error_delta,
+    error_of,
+    forget_blocks,
+    pooled_delta,
+    spoiled_by,
+)
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.sequence_table import HANDOVER_SECONDS, SequenceTable
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
-from pagewire.engine_core.schedule.spoiled import forget_blocks, spoiled_by
 from pagewire.engine_core.schedule.step import (
     Outcome,
     PlannedStep,
@@ -55,6 +61,7 @@ from pagewire.engine_core.schedule.step import (
 from pagewire.engine_core.schedule.step_time import StepLimit
 from pagewire.engine_core.schedule.stopping import append
 from pagewire.engine_core.schedule.turns import TurnQueue
+from pagewire.ipc.suspicion import NO_SUSPICION
 from pagewire.ipc.wire.requests import TokenDelta
 from pagewire.ipc.wire.steps import Masks, Row, RowResult, StepPlan, StepResult
 
@@ -225,7 +232,7 @@ class Scheduler:
         outcomes = []
         for sequence in list(self.running):
             if sequence.guilty:
-                text = f"the worker crashed {sequence.num_relapses} times while it ran this request"
+                text = f"the worker crashed {sequence.suspicion.num_in_all} times while it ran this request"
                 outcomes.append(self._end_with_error(sequence, text, None, now))
             else:
                 self.sequences.requeue(sequence)
@@ -366,7 +373,7 @@ class Scheduler:
             num_tokens, reason, stop_token = append(sequence, result.token_ids, now)
         except GrammarError as error:
             return self._end_with_error(sequence, str(error), "ValueError", now)[1]
-        if sequence.num_relapses:
+        if sequence.suspicion is not NO_SUSPICION:
             sequence.survive(alone=len(self.running) == 1)
         self.stats.num_output_tokens += num_tokens
         sequence.tenant.num_output_tokens += num_tokens

@@ -9,17 +9,12 @@ from enum import Enum
 
 from pagewire.engine_core.schedule.attachments import ActiveAdapter, EncoderInput, GrammarPosition, Tenant
 from pagewire.engine_core.schedule.blocks import Block
+from pagewire.ipc.suspicion import NO_SUSPICION, SEQUENCE_RULE, Suspicion
 from pagewire.ipc.wire.block_names import LONG, encoded_keys, name_blocks
 from pagewire.ipc.wire.items import RetainedPrefix
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.requests import Request, RequestTiming
-
-# Worker crashes after which a sequence runs alone, to find the one that causes them: crashes without a token of it
-# in between, and all since it was last cleared. It ends with an error at one crash more, or at two.
-CRASHES_TO_ISOLATE = 2
-RELAPSES_TO_ISOLATE = 3
-STEPS_TO_CLEAR = 8  # steps that a sequence survives alone, after which its crashes are forgotten
 
 
 class State(Enum):
@@ -59,8 +54,7 @@ class Sequence:
         nothing else is to be done: it needs no block, has none to name, and does not end by length. 0: not so.
     tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
     num_in_flight: plans in flight that run this sequence. last_samples: how many tokens the last plan samples.
-    num_crashes, num_relapses: worker crashes with this sequence in flight, since its last token; and since it was
-        last cleared of them by running alone. num_survived: steps that it has run alone since the last.
+    suspicion: that workers crash of it.
     namespace: prefixes are shared within a namespace only; empty for that of all requests.
     num_cached_tokens: tokens found in the prefix cache on first admission; None before that.
     num_prompt_logprobs: prompt log probabilities that were returned.
@@ -109,9 +103,7 @@ class Sequence:
     awaited: bool = False
     computed: int = 0
     num_pending: int = 0
-    num_crashes: int = 0
-    num_relapses: int = 0
-    num_survived: int = 0
+    suspicion: Suspicion = NO_SUSPICION
     slot: int = -1
     num_in_flight: int = 0
     last_samples: int = 0
@@ -190,7 +182,7 @@ class Sequence:
     def begin_plain(self, block_size: int) -> None:
         """Set `plain_end`; called when a row was launched that samples its next token, and its cache is filled."""
         is_told = self.num_versions_told == len(self.versions)
-        if self.matcher is None and not self.num_relapses and self.first_token_time and is_told:
+        if self.matcher is None and self.suspicion is NO_SUSPICION and self.first_token_time and is_told:
             named_end = (self.num_registered + 1) * block_size
             self.plain_end = min(self.room, named_end, self.longest - 1, self.angles_end)
 
@@ -237,27 +229,22 @@ class Sequence:
 
     def crash(self) -> None:
         """Record that the worker was lost with steps of this sequence in flight."""
-        self.num_crashes += 1
-        self.num_relapses += 1
-        self.num_survived = 0
+        self.suspicion = self.suspicion.after_crash()
         self.num_in_flight = self.num_pending = 0
 
     def survive(self, *, alone: bool) -> None:
         """Record a step that gave a token after a crash; enough of them alone clear the sequence."""
-        self.num_crashes = 0
-        self.num_survived += alone
-        if self.num_survived >= STEPS_TO_CLEAR:
-            self.num_relapses = 0
+        self.suspicion = self.suspicion.after_step(SEQUENCE_RULE, alone=alone)
 
     @property
     def suspect(self) -> bool:
         """True if workers have crashed so often with this sequence in flight that it runs alone."""
-        return self.num_crashes >= CRASHES_TO_ISOLATE or self.num_relapses >= RELAPSES_TO_ISOLATE
+        return self.suspicion.is_suspect(SEQUENCE_RULE)
 
     @property
     def guilty(self) -> bool:
         """True if workers have crashed with this sequence alone in flight, as often as it takes to end it."""
-        return self.num_crashes > CRASHES_TO_ISOLATE or self.num_relapses > RELAPSES_TO_ISOLATE + 1
+        return self.suspicion.is_guilty(SEQUENCE_RULE)
 
     def boundary(self, end: int) -> int:
         """The last position up to `end` at which a step may end: `end`, or the start of a medium around it.

@@ -19,10 +19,11 @@ from pagewire.frontend.api.configs import (
     parallel_config,
     scheduler_config,
 )
+from pagewire.frontend.core import open_session
 from pagewire.frontend.core.metrics import Metric, read_metrics
-from pagewire.frontend.core.session import AttachMethod, Session
+from pagewire.frontend.core.session import Session
 from pagewire.frontend.core.stat_loggers import status_line
-from pagewire.frontend.requests.defaults import default_sampling_params, local_sampling_params
+from pagewire.frontend.requests.checked_params import default_sampling_params, local_sampling_params
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.wire.calls import CALLS, HealthReport, RemoteCall
@@ -43,7 +44,7 @@ class AsyncEngine(AsyncEngineCalls):
     """
 
     session: Session
-    attach = AttachMethod(Session.attach)
+    attach = open_session.AttachMethod(open_session.attach)
 
     async def get_metrics(self) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends."""
@@ -66,12 +67,12 @@ class AsyncEngine(AsyncEngineCalls):
         requests: Literal["finish", "recompute", "abort"] = "finish",
     ) -> str:
         """Let the model have other weights from now on; see `LLM.update_weights`."""
-        updating = asyncio.to_thread(wiring.update_weights, self.session.call, weights, version, requests)
+        updating = asyncio.to_thread(wiring.send_weights, self.session.call, weights, version, requests)
         return str(await asyncio.wrap_future(await updating))
 
     async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """The tokenizer of the frontend, or of an adapter; see `LLM.get_tokenizer`."""
-        return wiring.for_programs(await asyncio.to_thread(self.session.tokenizer_for, lora_request))
+        return wiring.for_programs(await asyncio.to_thread(self.session.intake.tokenizer_for, lora_request))
 
     async def get_model_config(self) -> ModelConfig:
         """The model, with vLLM's names; `info` has more."""

@@ -28,12 +28,14 @@ from pagewire.frontend import wiring
 from pagewire.frontend.api.async_engine import AsyncEngine
 from pagewire.frontend.api.beam_requests import BeamRequest, search
 from pagewire.frontend.api.loop_mailbox import LoopMailbox, OutputListener
-from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, media_work, num_chars, tokenizing
-from pagewire.frontend.core.session import Session, ignore_usage_context
-from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked
+from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, media_threads, num_chars, tokenize_off_loop
+from pagewire.frontend.core import open_session
+from pagewire.frontend.core.session import Session
+from pagewire.frontend.core.stat_loggers import StatLoggerBase, check_loggers, ignore_usage_context
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.answer_budget import LogprobBudget
-from pagewire.frontend.requests.inputs import CheckedParams, Prepared, is_embeds_prompt, params_for
+from pagewire.frontend.requests.checked_params import CheckedParams, params_for
+from pagewire.frontend.requests.inputs import Prepared, is_embeds_prompt
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState
 from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
@@ -91,7 +93,7 @@ class AsyncLLM(AsyncEngine):
                 "pause_generation holds requests back"
             )
         ignore_usage_context(usage_context)
-        return cls(Session.spawn(engine_args, restarts, checked(stat_loggers)))
+        return cls(open_session.spawn(engine_args, restarts, check_loggers(stat_loggers)))
 
     @classmethod
     def _over(cls, session: Session) -> Self:
@@ -133,7 +135,7 @@ class AsyncLLM(AsyncEngine):
         if params.use_beam_search:
             options: dict[str, Any] = {"priority": priority, "prompt_adapter_request": prompt_adapter_request}
             name = request_ids(request_id, 1)[0]
-            request = await tokenizing(
+            request = await tokenize_off_loop(
                 num_chars(given), BeamRequest, self.session, given, params, name, lora_request
             )
             yield await search(self.generate_all, request, lora_request=lora_request, **options)
@@ -239,7 +241,7 @@ class AsyncLLM(AsyncEngine):
         prompt_adapter_request: PromptAdapterRequest | None,
     ) -> Prepared:
         prepare = partial(
-            self.session.prepare,
+            self.session.intake.prepare,
             prompt,
             params,
             request_id,
@@ -249,12 +251,14 @@ class AsyncLLM(AsyncEngine):
             prompt_adapter_request,
         )
         if has_media(prompt):
-            return await media_work.run(prepare)
+            return await media_threads.run(prepare)
         size = num_chars(prompt)
-        reads_files = prompt_adapter_request is not None or not self.session.adapters.knows(lora_request)
+        reads_files = prompt_adapter_request is not None or not self.session.intake.knows_adapter(
+            lora_request
+        )
         if reads_files or is_embeds_prompt(prompt):  # embeddings are hashed
             size = max(size, OFF_LOOP_CHARS)
-        return await tokenizing(size, prepare)
+        return await tokenize_off_loop(size, prepare)
 
     def _mailbox(self) -> LoopMailbox:
         loop = asyncio.get_running_loop()
@@ -278,7 +282,7 @@ class AsyncLLM(AsyncEngine):
         truncate_prompt_tokens: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """Pool a prompt; gives one output. Leaving the loop before aborts the request. Otherwise as `generate`."""
-        params = wiring.complete(pooling_params, self.info, None, truncate_prompt_tokens)
+        params = wiring.complete_pooling_params(pooling_params, self.info, None, truncate_prompt_tokens)
         outputs = await self.pool_all(
             [prompt],
             params,
@@ -310,7 +314,7 @@ class AsyncLLM(AsyncEngine):
         for start in range(0, len(prompts), PROMPTS_AT_ONCE):
             chunk = slice(start, start + PROMPTS_AT_ONCE)
             size = max(OFF_LOOP_CHARS, *map(num_chars, prompts[chunk]))  # together they take long in any case
-            prepared += await tokenizing(
+            prepared += await tokenize_off_loop(
                 size, self._prepare_pooling, prompts[chunk], params, names[chunk], priority, lora_request
             )
         if admit is not None:
@@ -330,7 +334,7 @@ class AsyncLLM(AsyncEngine):
         lora_request: LoRARequest | None,
     ) -> list[Prepared]:
         return [
-            self.session.prepare_pooling(prompt, params, name, priority, 0.0, lora_request)
+            wiring.prepare_pooling(self.session.intake, prompt, params, name, priority, 0.0, lora_request)
             for prompt, name in zip(prompts, names, strict=True)
         ]
 
@@ -354,13 +358,13 @@ AsyncLLMEngine = AsyncLLM
 async def checked_params(
     session: Session, given: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[CheckedParams]:
-    """Checked parameters for each prompt, given one for all or a list. Raises as `Session.check`, `params_for`."""
+    """Checked parameters for each prompt, given one for all or a list. Raises as `Intake.check`, `params_for`."""
     if isinstance(given, Sequence):
         return [(await checked_params(session, each, 1))[0] for each in params_for(given, num_prompts)]
     # Bad words are tokenized, and of stop strings a table is made.
     if given is not None and (given.bad_words or sum(map(len, given.stop_strings)) >= OFF_LOOP_CHARS):
-        return [await asyncio.to_thread(session.check, given)] * num_prompts
-    return [session.check(given)] * num_prompts
+        return [await asyncio.to_thread(session.intake.check, given)] * num_prompts
+    return [session.intake.check(given)] * num_prompts
 
 
 def request_ids(request_id: str | None, num_prompts: int) -> list[str]:

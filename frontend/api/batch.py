@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from pagewire.frontend import wiring
 from pagewire.frontend.api.beam_requests import BeamRequest
 from pagewire.frontend.api.progress import Tick
 from pagewire.frontend.core.mailbox import Inbox
@@ -19,7 +20,8 @@ from pagewire.frontend.requests.beam_search import (
     end_tokens,
     tokens_prompt,
 )
-from pagewire.frontend.requests.inputs import CheckedParams, Prepared
+from pagewire.frontend.requests.checked_params import CheckedParams
+from pagewire.frontend.requests.inputs import Prepared
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState, batch_error
 from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
@@ -62,7 +64,7 @@ class GradualBatch:
             ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
         self.states += self._session.submit(prepared, self._inbox)
-        self._num_tokens += sum(num_tokens(item.request) for item in prepared)
+        self._num_tokens += sum(num_core_tokens(item.request) for item in prepared)
         while self._num_tokens > MAX_TOKENS_IN_CORE:
             self._take()
 
@@ -80,11 +82,11 @@ class GradualBatch:
         for state in self._inbox.get():
             if (output := self._session.take(state)) is not None:
                 self._outputs[state.key] = output
-                self._num_tokens -= num_tokens(state.request)
+                self._num_tokens -= num_core_tokens(state.request)
                 self._tick(output)
 
 
-def num_tokens(request: Request) -> int:
+def num_core_tokens(request: Request) -> int:
     """The tokens that the core keeps of a request's prompt: once, and for each sequence."""
     num_sequences = request.task.n if isinstance(request.task, SamplingParams) else 1
     return len(request.prompt.token_ids) * (1 + num_sequences)
@@ -100,12 +102,12 @@ def complete_or_search(
     tick: Tick,
     prompt_adapter: PromptAdapterRequest | None = None,
 ) -> list[RequestOutput]:
-    """As `complete`, where parameters may have `use_beam_search`; the steps of all searches run together."""
+    """As `complete_prompts`, where parameters may have `use_beam_search`; all searches step together."""
     outputs: dict[int, RequestOutput] = {}
 
     def run(indices: Sequence[int], prompts: list[Any], params: list[SamplingParams], tick: Tick) -> Any:
         order, own = [priority[i] for i in indices], [adapters[i] for i in indices]
-        return complete(session, prompts, params, order, own, next_id, tick, prompt_adapter)
+        return complete_prompts(session, prompts, params, order, own, next_id, tick, prompt_adapter)
 
     searches = {
         i: BeamRequest(session, prompts[i], params[i], next_id(), adapters[i])
@@ -118,7 +120,7 @@ def complete_or_search(
     while searches:
         steps = [(i, prompt) for i, search in searches.items() for prompt in search.prompts]
         step_params = [searches[i].params for i, _ in steps]
-        done = iter(run([i for i, _ in steps], [prompt for _, prompt in steps], step_params, ignore))
+        done = iter(run([i for i, _ in steps], [prompt for _, prompt in steps], step_params, ignore_output))
         for i, search in list(searches.items()):
             if (result := search.advance([next(done) for _ in search.prompts])) is not None:
                 outputs[i] = result
@@ -127,11 +129,11 @@ def complete_or_search(
     return [outputs[i] for i in range(len(prompts))]
 
 
-def ignore(output: Any) -> None:
+def ignore_output(output: Any) -> None:
     """Does nothing with the output of a step."""
 
 
-def complete(
+def complete_prompts(
     session: Session,
     prompts: Sequence[PromptType],
     params: Sequence[SamplingParams],
@@ -156,9 +158,11 @@ def complete(
         checked: dict[int, CheckedParams] = {}  # by identity, since many prompts may share parameters
         for prompt, sampling, rank, adapter in zip(prompts, params, priority, adapters, strict=True):
             if id(sampling) not in checked:
-                checked[id(sampling)] = session.check(final_only(sampling))
+                checked[id(sampling)] = session.intake.check(final_only(sampling))
             prepared.append(
-                session.prepare(prompt, checked[id(sampling)], next_id(), rank, 0.0, adapter, prompt_adapter)
+                session.intake.prepare(
+                    prompt, checked[id(sampling)], next_id(), rank, 0.0, adapter, prompt_adapter
+                )
             )
             if len(prepared) == SUBMIT_CHUNK:
                 batch.submit(prepared)
@@ -202,7 +206,7 @@ def pool(
             chunk = slice(start, start + SUBMIT_CHUNK)
             batch.submit(
                 [
-                    session.prepare_pooling(prompt, task, next_id(), lora_request=adapter)
+                    wiring.prepare_pooling(session.intake, prompt, task, next_id(), lora_request=adapter)
                     for prompt, task, adapter in zip(
                         prompts[chunk], params[chunk], adapters[chunk], strict=True
                     )
@@ -233,9 +237,9 @@ def search_beams(
         ValueError, TypeError: a prompt or parameter is invalid, or the engine's `max_logprobs` is too small.
     """
     info = session.info
-    ends = end_tokens(params, session.eos_token_id, info.generation_config)
+    ends = end_tokens(params, session.intake.eos_token_id, info.generation_config)
     batch = [
-        tokens_prompt(prompt, session.tokenize(prompt, lora_request=adapter))
+        tokens_prompt(prompt, session.intake.token_ids(prompt, lora_request=adapter))
         for prompt, adapter in zip(prompts, adapters, strict=True)
     ]
     indices: dict[LoRARequest | None, list[int]] = {}  # of the prompts of each adapter
@@ -262,6 +266,6 @@ def search_beams(
                 on_done=on_done,
             )
             for beam in (beam for group in groups for beam in group):
-                add_text(beam, params, session.tokenizer_for(adapter))
+                add_text(beam, params, session.intake.tokenizer_for(adapter))
             outputs.update(zip(part, map(BeamSearchOutput, groups), strict=True))
     return [outputs[index] for index in range(len(batch))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from pagewire.frontend.api.off_loop import num_chars, tokenizing
+from pagewire.frontend.api.off_loop import num_chars, tokenize_off_loop
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.requests.beam_search import (
     BeamSearchSequence,
@@ -16,7 +16,7 @@ from pagewire.frontend.requests.beam_search import (
     end_tokens,
     tokens_prompt,
 )
-from pagewire.frontend.requests.inputs import truncated
+from pagewire.frontend.requests.checked_params import truncate_tokens
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.text.prompts import PromptType, TokensPrompt, text_of
@@ -48,18 +48,20 @@ async def search_all(
     limit, truncates = session.info.max_model_len, edits.truncate_prompt_tokens is not None
     batch = []
     for prompt in prompts:
-        token_ids = await tokenizing(num_chars(prompt), session.tokenize, prompt, truncates, lora_request)
-        batch.append(tokens_prompt(prompt, truncated(token_ids, edits, limit)))
+        token_ids = await tokenize_off_loop(
+            num_chars(prompt), session.intake.token_ids, prompt, truncates, lora_request
+        )
+        batch.append(tokens_prompt(prompt, truncate_tokens(token_ids, edits, limit)))
     steps = beam_steps(
         batch,
         params,
-        ends=end_tokens(params, session.eos_token_id, session.info.generation_config),
+        ends=end_tokens(params, session.intake.eos_token_id, session.info.generation_config),
         max_model_len=limit,
         max_logprobs=session.info.max_logprobs,
         edits=edits,
     )
     found = await ends_of(steps, complete)
-    tokenizer, results = session.tokenizer_for(lora_request), []
+    tokenizer, results = session.intake.tokenizer_for(lora_request), []
     for prompt, tokens, beams in zip(prompts, batch, found, strict=True):
         best = beams[:num_best]
         for beam in best:

@@ -22,7 +22,7 @@ from pagewire.frontend.requests.beam_search import (
     search_params,
     tokens_prompt,
 )
-from pagewire.frontend.requests.inputs import truncated
+from pagewire.frontend.requests.checked_params import truncate_tokens
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput, RequestState
 from pagewire.frontend.text.prompts import PromptType, TokensPrompt, text_of
@@ -50,17 +50,17 @@ class BeamRequest:
         lora_request: LoRARequest | None = None,
     ) -> None:
         self.request_id = request_id
-        self._params = session.check(params).params
-        self._tokenizer = session.tokenizer_for(lora_request)
+        self._params = session.intake.check(params).params
+        self._tokenizer = session.intake.tokenizer_for(lora_request)
         self._adapter, self._text = lora_request, text_of(prompt)
         limit = session.info.max_model_len
-        token_ids = session.tokenize(prompt, params.truncate_prompt_tokens is not None, lora_request)
-        self._prompt = tokens_prompt(prompt, truncated(token_ids, params, limit))
+        token_ids = session.intake.token_ids(prompt, params.truncate_prompt_tokens is not None, lora_request)
+        self._prompt = tokens_prompt(prompt, truncate_tokens(token_ids, params, limit))
         self._search = search_params(self._params, limit)
         self._steps = beam_steps(
             [self._prompt],
             self._search,
-            ends=end_tokens(self._search, session.eos_token_id, session.info.generation_config),
+            ends=end_tokens(self._search, session.intake.eos_token_id, session.info.generation_config),
             max_model_len=limit,
             max_logprobs=session.info.max_logprobs,
             edits=self._params,
@@ -119,7 +119,7 @@ async def search(generate_all: GenerateAll, request: BeamRequest, **options: Any
 
 
 class RunningSearch:
-    """A search, and the requests of its step. options: of `Session.prepare`, by keyword."""
+    """A search, and the requests of its step. options: of `Intake.prepare`, by keyword."""
 
     def __init__(self, request: BeamRequest, **options: Any) -> None:
         self.request, self.options = request, options
@@ -142,7 +142,7 @@ class EngineSearches:
         return request_id in self._running
 
     def add(self, request: BeamRequest, trace_headers: Mapping[str, str] | None, **options: Any) -> None:
-        """Begin a search. options: of `Session.prepare`."""
+        """Begin a search. options: of `Intake.prepare`."""
         running = RunningSearch(request, **options)
         self._running[request.request_id] = running
         try:
@@ -181,9 +181,9 @@ class EngineSearches:
 
     def _submit(self, running: RunningSearch, trace_headers: Mapping[str, str] | None) -> None:
         request, session = running.request, self._session
-        checked = session.check(request.params)
+        checked = session.intake.check(request.params)
         prepared = [
-            session.prepare(prompt, checked, f"{request.request_id}-{index}", **running.options)
+            session.intake.prepare(prompt, checked, f"{request.request_id}-{index}", **running.options)
             for index, prompt in enumerate(request.prompts)
         ]
         running.states, running.outputs = session.submit(prepared, self._inbox, trace_headers), {}

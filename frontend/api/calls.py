@@ -21,7 +21,7 @@ class AsyncCaller(KnowsAttributes):
         raise NotImplementedError
 
 
-def awaited(
+def make_awaited(
     method: Callable[Concatenate[EngineCalls, P], R],
 ) -> Callable[Concatenate[AsyncCaller, P], Coroutine[Any, Any, R]]:
     """The asynchronous form of a method of `EngineCalls`: the same arguments, answer and docstring."""
@@ -38,23 +38,23 @@ def awaited(
 class AsyncEngineCalls(AsyncCaller):
     """The calls that act on the engine as a whole, as coroutines."""
 
-    pause_generation = awaited(EngineCalls.pause_generation)
-    resume_generation = awaited(EngineCalls.resume_generation)
-    is_paused = awaited(EngineCalls.is_paused)
-    reset_prefix_cache = awaited(EngineCalls.reset_prefix_cache)
-    release_prefixes = awaited(EngineCalls.release_prefixes)
-    reset_mm_cache = awaited(EngineCalls.reset_mm_cache)
-    sleep = awaited(EngineCalls.sleep)
-    wake_up = awaited(EngineCalls.wake_up)
-    is_sleeping = awaited(EngineCalls.is_sleeping)
-    abort_any = awaited(EngineCalls.abort_any)
-    collective_rpc = awaited(EngineCalls.collective_rpc)
-    save_sharded_state = awaited(EngineCalls.save_sharded_state)
-    remove_lora = awaited(EngineCalls.remove_lora)
-    list_loras = awaited(EngineCalls.list_loras)
-    pin_lora = awaited(EngineCalls.pin_lora)
-    start_profile = awaited(EngineCalls.start_profile)
-    stop_profile = awaited(EngineCalls.stop_profile)
+    pause_generation = make_awaited(EngineCalls.pause_generation)
+    resume_generation = make_awaited(EngineCalls.resume_generation)
+    is_paused = make_awaited(EngineCalls.is_paused)
+    reset_prefix_cache = make_awaited(EngineCalls.reset_prefix_cache)
+    release_prefixes = make_awaited(EngineCalls.release_prefixes)
+    reset_mm_cache = make_awaited(EngineCalls.reset_mm_cache)
+    sleep = make_awaited(EngineCalls.sleep)
+    wake_up = make_awaited(EngineCalls.wake_up)
+    is_sleeping = make_awaited(EngineCalls.is_sleeping)
+    abort_any = make_awaited(EngineCalls.abort_any)
+    collective_rpc = make_awaited(EngineCalls.collective_rpc)
+    save_sharded_state = make_awaited(EngineCalls.save_sharded_state)
+    remove_lora = make_awaited(EngineCalls.remove_lora)
+    list_loras = make_awaited(EngineCalls.list_loras)
+    pin_lora = make_awaited(EngineCalls.pin_lora)
+    start_profile = make_awaited(EngineCalls.start_profile)
+    stop_profile = make_awaited(EngineCalls.stop_profile)
 
 
 def timed_out(

@@ -14,8 +14,8 @@ from pagewire.frontend.api.offline_pooling import OfflinePooling
 from pagewire.frontend.api.progress import progress_bar
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.requests.beam_search import BeamSearchOutput
-from pagewire.frontend.requests.defaults import default_sampling_params
-from pagewire.frontend.requests.inputs import params_for, prompts_of
+from pagewire.frontend.requests.checked_params import default_sampling_params, params_for
+from pagewire.frontend.requests.inputs import prompts_of
 from pagewire.frontend.requests.lora import LoRARequest, for_each
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
@@ -199,7 +199,9 @@ class LLM(OfflinePooling):
             ValueError: no chat template, a template that refuses the messages, or no tokenizer.
         """
         conversations = wiring.conversations_of(messages)
-        tokenizers = [self.session.tokenizer_for(r) for r in for_each(lora_request, len(conversations))]
+        tokenizers = [
+            self.session.intake.tokenizer_for(r) for r in for_each(lora_request, len(conversations))
+        ]
         prompts: list[TokensPrompt] = wiring.chat_prompts(
             tokenizers,
             conversations,
@@ -237,11 +239,11 @@ class LLM(OfflinePooling):
             ValueError, TypeError: a malformed question, no chat template, or labels that are not one token each.
         """
         asked = wiring.questions_of(questions)
-        if (tokenizer := self.session.tokenizer_for(lora_request)) is None:
+        if (tokenizer := self.session.intake.tokenizer_for(lora_request)) is None:
             raise ValueError("decisions need a tokenizer: the engine runs with skip_tokenizer_init")
         rows = [wiring.AskedQuestion(each, tokenizer) for each in asked.values()]
         messages = [[{"role": "user", "content": row.message(state, instructions)}] for row in rows]
-        variables = wiring.template_variables(tokenizer, chat_template, chat_template_kwargs)
+        variables = wiring.decision_variables(tokenizer, chat_template, chat_template_kwargs)
         prompts = self.preprocess_chat(
             messages, chat_template, chat_template_kwargs=variables, lora_request=lora_request
         )

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any, Self
 from pagewire.frontend import wiring
 from pagewire.frontend.api.beam_requests import BeamRequest, EngineSearches
 from pagewire.frontend.api.local_engine import LocalEngine
+from pagewire.frontend.core import open_session
 from pagewire.frontend.core.mailbox import Inbox
-from pagewire.frontend.core.session import Session, ignore_usage_context
-from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked, status_line
+from pagewire.frontend.core.session import Session
+from pagewire.frontend.core.stat_loggers import (
+    StatLoggerBase,
+    check_loggers,
+    ignore_usage_context,
+    status_line,
+)
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, refuse_adapter
@@ -69,7 +75,7 @@ class LLMEngine(LocalEngine):
             EngineDeadError: the core failed while it started; the text is the cause.
         """
         ignore_usage_context(usage_context)
-        return cls(Session.spawn(engine_args, restarts, checked(stat_loggers)))
+        return cls(open_session.spawn(engine_args, restarts, check_loggers(stat_loggers)))
 
     @classmethod
     def _over(cls, session: Session) -> Self:
@@ -111,15 +117,17 @@ class LLMEngine(LocalEngine):
         age = age_of(arrival_time)
         if isinstance(params, PoolingParams):
             refuse_adapter(prompt_adapter_request)
-            checked = wiring.complete(params, self.info, None, None)
-            prepared = self.session.prepare_pooling(prompt, checked, request_id, priority, age, lora_request)
+            checked = wiring.complete_pooling_params(params, self.info, None, None)
+            prepared = wiring.prepare_pooling(
+                self.session.intake, prompt, checked, request_id, priority, age, lora_request
+            )
         elif params.use_beam_search:
             request = BeamRequest(self.session, prompt, params, request_id, lora_request)
             options = {"lora_request": lora_request, "prompt_adapter_request": prompt_adapter_request}
             self._searches.add(request, trace_headers, priority=priority, age=age, **options)
             return
         else:
-            prepared = self.session.prepare(
+            prepared = self.session.intake.prepare(
                 prompt, params, request_id, priority, age, lora_request, prompt_adapter_request
             )
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)

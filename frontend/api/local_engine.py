@@ -18,8 +18,9 @@ from pagewire.frontend.api.configs import (
     parallel_config,
     scheduler_config,
 )
+from pagewire.frontend.core import open_session
 from pagewire.frontend.core.metrics import Metric
-from pagewire.frontend.core.session import AttachMethod, Session
+from pagewire.frontend.core.session import Session
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.ipc.wire.calls import EngineCalls, RemoteCall
 from pagewire.ipc.wire.lora import LoRAConfig
@@ -34,7 +35,7 @@ class LocalEngine(EngineCalls):
     """
 
     session: Session
-    attach = AttachMethod(Session.attach)
+    attach = open_session.AttachMethod(open_session.attach)
 
     @property
     def info(self) -> EngineInfo:
@@ -47,7 +48,7 @@ class LocalEngine(EngineCalls):
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer, ours or one of transformers, for requests from now on."""
-        self.session.set_tokenizer(tokenizer)
+        self.session.intake.set_tokenizer(tokenizer)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter now, and let requests of any frontend of the engine name it without its path.
@@ -83,7 +84,7 @@ class LocalEngine(EngineCalls):
             EngineBusyError: another update is going on, or the engine sleeps.
             RuntimeError: workers were lost or failed; those that replace them have the old weights.
         """
-        return str(wiring.update_weights(self.session.call, weights, version, requests).result())
+        return str(wiring.send_weights(self.session.call, weights, version, requests).result())
 
     def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
         """The tokenizer of the frontend, or of an adapter that has one of its own.
@@ -94,7 +95,7 @@ class LocalEngine(EngineCalls):
         Raises:
             ValueError, TypeError: no such adapter.
         """
-        return wiring.for_programs(self.session.tokenizer_for(lora_request))
+        return wiring.for_programs(self.session.intake.tokenizer_for(lora_request))
 
     def get_model_config(self) -> ModelConfig:
         """The model, with vLLM's names; `info` has more."""

@@ -17,7 +17,7 @@ from pagewire.ipc.models.architectures import (
     pools,
 )
 from pagewire.ipc.models.plugins import load_allowed_plugins
-from pagewire.ipc.models.registrations import add_family, add_model, import_path, registered
+from pagewire.ipc.models.registrations import add_family, add_model, all_registrations, import_path
 
 OF_FAMILIES = frozenset(name for family in SERVED for name in family.architectures)
 """Names of repositories' own classes, all of language models."""
@@ -68,7 +68,7 @@ class ModelRegistry:
         """
         load_allowed_plugins()
         known = GENERATE | MULTIMODAL | ENCODER_DECODERS | EMBED | REWARD | OF_FAMILIES
-        return sorted(known.union(registered().models))
+        return sorted(known.union(all_registrations().models))
 
     @staticmethod
     def get_supported_models() -> list[str]:
@@ -77,7 +77,7 @@ class ModelRegistry:
 
     @staticmethod
     def get_model_info(model_arch: str) -> dict[str, Any]:
-        """What is known of an architecture.
+        """A description of an architecture.
 
         Returns:
             "architecture"; "model_cls": the import path that is registered, or None; "runner": "generate" or
@@ -94,7 +94,7 @@ class ModelRegistry:
         kind = "token_classify" if model_arch in REWARD else kind_of(model_arch)
         return {
             "architecture": model_arch,
-            "model_cls": registered().models.get(model_arch),
+            "model_cls": all_registrations().models.get(model_arch),
             "runner": "pooling" if pooling else "generate",
             "convert": kind if pooling else None,
             "is_text_generation_model": not pooling,

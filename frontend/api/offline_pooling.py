@@ -146,7 +146,7 @@ class OfflinePooling(LocalEngine):
         task: str | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[PoolingRequestOutput[Any]]:
-        each = wiring.params_of(params, len(prompts), self.info, task, truncate_prompt_tokens)
+        each = wiring.pooling_params_for(params, len(prompts), self.info, task, truncate_prompt_tokens)
         adapters = for_each(lora_request, len(prompts))
         with progress_bar(len(prompts), use_tqdm) as tick:
             outputs, failed = pool(self.session, prompts, each, adapters, self._next_id, tick)

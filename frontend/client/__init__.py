@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from pagewire.frontend.api.beam_batch import search_all
     from pagewire.frontend.api.off_loop import (
         OFF_LOOP_CHARS,
-        media_work,
+        media_threads,
         num_chars,
         off_loop,
-        template_work,
-        tokenizing,
+        template_threads,
+        tokenize_off_loop,
     )
     from pagewire.frontend.core.client import CoreClient
     from pagewire.frontend.core.core_source import CoreProcess, CoreSource, RunningCores, longest_silence
     from pagewire.frontend.core.metrics import read_metrics
+    from pagewire.frontend.core.open_session import intake_opener, own_salt
     from pagewire.frontend.core.session import Session
     from pagewire.frontend.core.spawned_cores import SpawnedCores
     from pagewire.frontend.core.supervisor import EngineClient, Owner, Supervisor
@@ -32,30 +33,25 @@ if TYPE_CHECKING:
     from pagewire.frontend.media.keys import has_media
     from pagewire.frontend.media.limits import MAX_SOURCE_BYTES
     from pagewire.frontend.requests.answer_budget import LogprobBudget
+    from pagewire.frontend.requests.checked_params import check_generates, check_vocabulary
     from pagewire.frontend.requests.decisions import (
         Answer,
         AskedQuestion,
         Diagnostics,
         PreparedQuestion,
         Questions,
+        decision_variables,
         decisions_of,
         reads_of,
-        template_variables,
     )
-    from pagewire.frontend.requests.inputs import (
-        Prepared,
-        check_generates,
-        check_vocabulary,
-        prompts_of,
-        salt_of,
-    )
+    from pagewire.frontend.requests.inputs import Prepared, prompts_of, salt_of
     from pagewire.frontend.requests.lora import LoRARequest
     from pagewire.frontend.requests.outputs import (
         CompletionOutput,
         RequestMetrics,
         RequestOutput,
     )
-    from pagewire.frontend.requests.pooling.inputs import complete
+    from pagewire.frontend.requests.pooling.inputs import complete_pooling_params
     from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
     from pagewire.frontend.requests.pooling.scoring import ScorePlan
     from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
@@ -82,10 +78,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "api.async_llm": "AsyncLLM request_ids",
     "api.beam_batch": "search_all",
-    "api.off_loop": "OFF_LOOP_CHARS media_work num_chars off_loop template_work tokenizing",
+    "api.off_loop": "OFF_LOOP_CHARS media_threads num_chars off_loop template_threads tokenize_off_loop",
     "core.client": "CoreClient",
     "core.core_source": "CoreProcess CoreSource RunningCores longest_silence",
     "core.metrics": "read_metrics",
+    "core.open_session": "intake_opener own_salt",
     "core.session": "Session",
     "core.spawned_cores": "SpawnedCores",
     "core.supervisor": "EngineClient Owner Supervisor",
@@ -94,13 +91,14 @@ _HOMES = {
     "media.keys": "has_media",
     "media.limits": "MAX_SOURCE_BYTES",
     "requests.answer_budget": "LogprobBudget",
+    "requests.checked_params": "check_generates check_vocabulary",
     "requests.decisions": (
-        "Answer AskedQuestion Diagnostics PreparedQuestion Questions decisions_of reads_of template_variables"
+        "Answer AskedQuestion Diagnostics PreparedQuestion Questions decisions_of reads_of decision_variables"
     ),
-    "requests.inputs": "Prepared check_generates check_vocabulary prompts_of salt_of",
+    "requests.inputs": "Prepared prompts_of salt_of",
     "requests.lora": "LoRARequest",
     "requests.outputs": "CompletionOutput RequestMetrics RequestOutput",
-    "requests.pooling.inputs": "complete",
+    "requests.pooling.inputs": "complete_pooling_params",
     "requests.pooling.outputs": "PoolingRequestOutput",
     "requests.pooling.scoring": "ScorePlan",
     "requests.prompt_adapters": "PromptAdapterRequest",

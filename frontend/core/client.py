@@ -1,8 +1,8 @@
 """The connection to the engine core. One thread owns the socket; any thread may use the client.
 
-    submit, abort, call --> SendQueue --> [IO thread] --DEALER--> core
-    on_deltas, on_dead, futures <----- [IO thread] <---------- core
-                               Ping -- [heartbeat]
+    submit, abort, call --> Outbox --> [IO thread] --DEALER--> core
+    on_deltas, on_dead, futures <--- [IO thread] <---------- core
+                             Ping -- [heartbeat]
 
 A client is attached once. The loss of its core is final: the client reports it within milliseconds (socket
 monitor, `CoreDying`, exit of a spawned core) or after `PAGEWIRE_HEARTBEAT_TIMEOUT_S` of silence, and accepts
@@ -23,16 +23,18 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from pagewire.frontend.core.link import PING, Link, attach, core_exit
+from pagewire.frontend.core.link import PING, Link, attach_link, core_exit
 from pagewire.frontend.core.open_calls import OpenCalls
-from pagewire.frontend.core.send_queue import SendQueue
+from pagewire.frontend.core.outbox import Frames, Outbox, encode_requests, too_large
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import (
     DetachedError,
+    EngineBusyError,
     EngineDeadError,
     EngineStoppedError,
     received_error,
 )
+from pagewire.ipc.wire.codec import Codec
 from pagewire.ipc.wire.messages import (
     Abort,
     Blocks,
@@ -58,6 +60,26 @@ HEARTBEAT_TIMEOUT_S = 30.0
 READ_AT_ONCE = 256  # messages decoded before their callbacks run, which bounds memory
 WAKE_SECONDS = 0.1  # by which a wait may last longer without the process having been stopped
 FLUSH_SECONDS = 1.0  # how long closing may take to send what is in the outbox
+MAX_OUTBOX = 100_000  # messages that wait for a core that reads none, before `submit` refuses more
+
+
+class WaitClock:
+    """The time that a client spent waiting for messages: no other time counts for the core.
+
+    Attributes:
+        silence: seconds since the last message came. waited: in all, the clock of the core's time limits.
+    """
+
+    def __init__(self) -> None:
+        self.silence = self.waited = 0.0
+
+    def wait(self, link: Link, seconds: float, *, to_send: bool) -> None:
+        """Wait, as `Link.wait`. Of time in which this process was stopped, little counts."""
+        begin = time.monotonic()
+        link.wait(seconds, to_send=to_send)
+        waited = min(time.monotonic() - begin, seconds + WAKE_SECONDS)
+        self.silence += waited
+        self.waited += waited
 
 
 class CoreClient:
@@ -70,7 +92,8 @@ class CoreClient:
     dropped this frontend.
 
     Attributes:
-        info: model and options of the core. dead: the cause, once the core is lost or the client is closed.
+        info: model and options of the core.
+        dead: why the client takes nothing more, once the core is lost or the client is closed; None before.
     """
 
     def __init__(
@@ -90,21 +113,19 @@ class CoreClient:
         self._ping_seconds = welcome.ping_seconds
         self._silence_seconds = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
         self._next_ping = 0.0
-        self._silence = 0.0  # seconds spent waiting for messages since the last one came
-        self._waited = 0.0  # seconds spent waiting for messages in all: the clock of the core's time limits
+        self._clock = WaitClock()
         self._calls = OpenCalls(self._silence_seconds)
-        self._queue = SendQueue(self._calls, self.info)
+        self._lock = threading.Lock()  # guards what follows; taken after the link's
+        self.dead: EngineDeadError | None = None
+        self._outbox = Outbox(self._fence)
+        self._encoder: Codec[Any] = Codec(ToFrontend)
+        self._closes_by: float | None = None  # when the client closes, whether all is sent by then or not
         self._link_lock = threading.Lock()  # held by the IO thread except while callbacks run
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pagewire-client", daemon=True)
         self._heart = threading.Thread(target=self._beat, name="pagewire-heartbeat", daemon=True)
         self._thread.start()
         self._heart.start()
-
-    @property
-    def dead(self) -> EngineDeadError | None:
-        """Why the client takes nothing more: the core is lost, or the client is closed; None while it does."""
-        return self._queue.dead
 
     @classmethod
     def connect(
@@ -141,7 +162,7 @@ class CoreClient:
         """
         link = Link(address, curve, peer_uid)
         try:
-            welcome = attach(link, name, timeout, patience, child, cancelled)
+            welcome = attach_link(link, name, timeout, patience, child, cancelled)
             return cls(link, welcome, on_deltas, on_dead, on_refused, child, on_blocks)
         except BaseException:
             link.close()
@@ -160,13 +181,20 @@ class CoreClient:
             EngineDeadError: the core is lost. EngineBusyError: it reads nothing, and too many messages wait.
             OverflowError, TypeError: a value that msgpack cannot represent; nothing is sent.
         """
-        return self._queue.submit(requests)
+        with self._lock:
+            messages, refused = encode_requests(self._encoder, requests, self.info.max_message_bytes)
+            self._check_open()
+            for message in messages:
+                self._outbox.add(*message)
+            self._link.wake()
+        return refused
 
     def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
         """Drop requests, or single sequences (key, index) of them. Does nothing once the core is lost."""
-        self._queue.drop(set(keys))
+        with self._lock:
+            self._outbox.drop(set(keys))
         try:
-            self._queue.add(Abort(list(keys), list(sequences)), urgent=True)
+            self._add(Abort(list(keys), list(sequences)), urgent=True)
         except EngineDeadError:
             pass
 
@@ -179,7 +207,7 @@ class CoreClient:
         """
         call_id, future = self._calls.open(method)
         try:
-            self._queue.add(Call(call_id, method, list(args), kwargs), call_id=call_id)
+            self._add(Call(call_id, method, list(args), kwargs), call_id=call_id)
         except BaseException:
             self._calls.forget(call_id)
             raise
@@ -190,11 +218,49 @@ class CoreClient:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback must not close its client")
         try:
-            self._queue.add(Goodbye(), urgent=True, closes_by=time.monotonic() + FLUSH_SECONDS)
+            self._add(Goodbye(), urgent=True, closes_by=time.monotonic() + FLUSH_SECONDS)
         except EngineDeadError:
             pass
         self._thread.join()
         self._heart.join()
+
+    def _add(
+        self,
+        message: Any,
+        *,
+        urgent: bool = False,
+        call_id: int | None = None,
+        closes_by: float | None = None,
+    ) -> None:
+        """Add any other message, even to a full outbox if it is urgent. closes_by: it is the last; see there."""
+        with self._lock:
+            frames = self._encoder.encode(message)
+            if (error := too_large(frames, "the message", self.info.max_message_bytes)) is not None:
+                raise error
+            self._check_open(urgent)
+            if closes_by is not None:
+                self._closes_by = closes_by
+            self._outbox.add_control(frames, call_id)
+            self._link.wake()
+
+    def _check_open(self, urgent: bool = False) -> None:
+        """Raise as `submit` if nothing more is accepted. The caller holds the lock."""
+        if self.dead is not None:
+            raise EngineDeadError(*self.dead.args)
+        if self._closes_by is not None:
+            raise EngineDeadError("the engine was shut down")
+        if len(self._outbox) >= MAX_OUTBOX and not urgent:
+            raise EngineBusyError(f"the engine core reads no messages; {MAX_OUTBOX} are waiting")
+
+    def _fence(self) -> tuple[int, Frames]:
+        """A call after which the outbox goes on, with any answer. The outbox asks for it, under the lock."""
+        call_id, future = self._calls.open("fence")
+        future.add_done_callback(lambda _: self._fence_passed(call_id))
+        return call_id, self._encoder.encode(Call(call_id, "fence", []))
+
+    def _fence_passed(self, call_id: int) -> None:
+        with self._lock:
+            self._outbox.passed(call_id)
 
     # -------------------------------------------------------------- the heartbeat thread
 
@@ -229,15 +295,15 @@ class CoreClient:
                 lost = self._link.lost()
                 messages = list(islice(self._link.messages(), None if lost else READ_AT_ONCE))
             if messages:
-                self._silence = 0.0
+                self._clock.silence = 0.0
             for message in messages:
                 if (cause := self._take(message)) is not None:
                     return cause
             if lost:
                 return EngineDeadError(core_exit(self._child) or "the engine core closed the connection")
-            if self._silence > self._silence_seconds:
+            if self._clock.silence > self._silence_seconds:
                 return EngineDeadError(f"the engine core has not answered for {self._silence_seconds:g} s")
-            if (method := self._calls.overdue(self._waited)) is not None:
+            if (method := self._calls.overdue(self._clock.waited)) is not None:
                 return EngineDeadError(
                     f"the engine core sends heartbeats, but has not answered {method} in time"
                 )
@@ -245,24 +311,19 @@ class CoreClient:
             with self._link_lock:
                 self._ping(now)
                 self._send()
-            if self._queue.is_closed(now):
+            if self._closes_by is not None and (not self._outbox or now > self._closes_by):
                 return None
 
     def _wait(self) -> None:
-        """Sleep until a message can be read or sent, or a deadline has passed; add the time to the core's silence.
-
-        If this process was stopped meanwhile, only the time for which it meant to wait counts.
-        """
+        """Sleep until a message can be read or sent, or a deadline has passed."""
         now = time.monotonic()
-        deadlines = [self._next_ping, now + max(0.0, self._silence_seconds - self._silence)]
-        if self._queue.closes_by is not None:
-            deadlines.append(self._queue.closes_by)
+        deadlines = [self._next_ping, now + max(0.0, self._silence_seconds - self._clock.silence)]
+        if self._closes_by is not None:
+            deadlines.append(self._closes_by)
         seconds = max(0.0, min(deadlines) - now)
-        if self._link.wait(self._queue.wake_fd, seconds, to_send=self._queue.next() is not None):
-            self._queue.take_wake_up()  # before the queue is read, so that no wake-up is lost
-        waited = min(time.monotonic() - now, seconds + WAKE_SECONDS)
-        self._silence += waited
-        self._waited += waited
+        with self._lock:
+            to_send = self._outbox.next() is not None
+        self._clock.wait(self._link, seconds, to_send=to_send)
 
     def _take(self, message: ToFrontend) -> EngineDeadError | None:
         """Handle one message. Returns the cause if it ends the connection, else None."""
@@ -297,13 +358,20 @@ class CoreClient:
 
     def _send(self) -> None:
         """Send what can be sent without waiting. The caller holds the link's lock."""
-        while self._queue.send(self._link.send, self._waited):
-            pass
+        while True:
+            with self._lock:
+                frames = self._outbox.next()
+                if frames is None or not self._link.send(frames):
+                    return
+                if (call_id := self._outbox.sent()) is not None:
+                    self._calls.sent(call_id, self._clock.waited)
 
     def _end(self, cause: EngineDeadError | None) -> None:
         self._ended.set()
         dead = cause or EngineDeadError("the engine was shut down")
-        self._queue.close(dead)
+        with self._lock:
+            self.dead = dead
+            self._outbox.clear()
         with self._link_lock:
             self._link.close(linger_ms=int(FLUSH_SECONDS * 1000) if cause is None else 0)
         self._calls.fail_all(dead)

@@ -62,7 +62,7 @@ class CoreSource(Protocol):
         """The first core.
 
         Raises:
-            as `Session.spawn` or `Session.attach`.
+            as `open_session.spawn` or `attach`.
         """
 
     def replace(self, dial: Dial, error: EngineDeadError, closing: threading.Event) -> Attached:

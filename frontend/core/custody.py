@@ -15,8 +15,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from enum import Enum
 
+import msgspec
+
 from pagewire.frontend.core.blame import Blame
 from pagewire.frontend.requests.outputs import RequestState
+from pagewire.ipc.wire.messages import Request
 
 
 class RequestPlace(Enum):
@@ -31,7 +34,7 @@ class RequestPlace(Enum):
 
 
 class RequestEvent(Enum):
-    """What happens to an open request; see `MOVES`."""
+    """An event of an open request; see `MOVES`."""
 
     CORE_LOST = "core_lost"
     TRIED = "tried"
@@ -158,3 +161,29 @@ class Custody:
             self.held[state.key] = state
         elif place is RequestPlace.TRIED:
             self.tried = state
+
+
+def request_to_resume(state: RequestState) -> Request:
+    """The request as a new core gets it, to go on where the lost one was.
+
+    What was delivered is not delivered again: tokens, and log probabilities of the prompt. A sequence that has
+    ended is sent without tokens, so that the core takes it, and is aborted then. What pools starts anew.
+    """
+    if not state.output_token_ids:
+        return state.request
+    done = state.request.output_token_ids or [[] for _ in state.finish_reasons]
+    token_ids = [
+        [*before, *tokens] if reason is None else []
+        for before, tokens, reason in zip(done, state.output_token_ids, state.finish_reasons, strict=True)
+    ]
+    return msgspec.structs.replace(
+        state.request,
+        prompt=msgspec.structs.replace(state.request.prompt, adapter=state.adapter_content),
+        output_token_ids=token_ids,
+        num_prompt_logprobs=state.num_prompt_logprobs,
+    )
+
+
+def ended_sequences(state: RequestState) -> list[tuple[int, int]]:
+    """(key, index) of each sequence of the request that has ended."""
+    return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]

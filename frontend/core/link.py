@@ -39,7 +39,7 @@ START_ERRORS = (ValueError, TypeError, OSError, MemoryError, ProtocolError)
 
 
 class Link:
-    """A DEALER socket that connects to a core, and its monitor. Not thread-safe.
+    """A DEALER socket that connects to a core, and its monitor. Not thread-safe, but for `wake`.
 
     An ipc connection is made only if the core runs as this user, as root, or as `peer_uid`.
 
@@ -70,19 +70,25 @@ class Link:
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._waking = False  # a byte is in the pipe
+        self._wake_fd, self._wake_write_fd = os.pipe()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
 
-    def wait(self, wake_fd: int | None, seconds: float, *, to_send: bool = False) -> bool:
-        """Wait until a message has arrived, or `wake_fd` is readable; with `to_send` also until one can be sent.
+    def wake(self) -> None:
+        """End the `wait` of another thread, or the next one. Called by one thread at a time, before `close`."""
+        if not self._waking:  # one byte, until the waiting thread has read it
+            self._waking = True
+            os.write(self._wake_write_fd, b"!")
 
-        Returns True if `wake_fd` is readable.
-        """
+    def wait(self, seconds: float, *, to_send: bool = False) -> None:
+        """Wait until a message has arrived or `wake` is called; with `to_send` also until a message can be sent."""
         self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
-        if wake_fd is not None:
-            self._poller.register(wake_fd, zmq.POLLIN)
         ready = {source for source, _ in self._poller.poll(math.ceil(seconds * 1000))}
         if self._gate.socket in ready:
             self._gate.answer()
-        return wake_fd in ready
+        if self._wake_fd in ready:
+            os.read(self._wake_fd, 1)
+            self._waking = False
 
     def messages(self) -> Iterator[ToFrontend]:
         """The messages that have arrived.
@@ -122,13 +128,15 @@ class Link:
         """Close; wait up to `linger_ms` until queued messages are sent."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
+        os.close(self._wake_write_fd)
+        os.close(self._wake_fd)
         self._context.destroy(linger=linger_ms)
 
 
 PING = Codec[Any](ToFrontend).encode(Ping())
 
 
-def attach(
+def attach_link(
     link: Link,
     name: str,
     timeout: float | None,
@@ -146,7 +154,7 @@ def attach(
     give_up = None if timeout is None or child is not None else time.monotonic() + timeout
     answered = next_ping = time.monotonic()
     while cancelled is None or not cancelled.is_set():
-        link.wait(None, CONNECT_STEP_MS / 1000)
+        link.wait(CONNECT_STEP_MS / 1000)
         exited = child is not None and child.poll() is not None
         lost = link.lost()
         now = time.monotonic()

@@ -1,21 +1,26 @@
-"""What waits to be sent to a core: requests of each tenant in turn, within its window, and all else in order.
+"""Messages for a core: requests of each tenant in turn, within its window, and all else in order. Pure.
 
-    add --> queue of the tenant --\
-    add_control --> queue ---------+--> next, sent --> core
-                       fences ----/                       |
-                       passed <---------------------------+
+    encode_requests --> add --> queue of the tenant --\
+                add_control --> queue -----------------+--> next, sent --> core
+                                         fences ------/                     |
+                                         passed <---------------------------+
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from pagewire.ipc.wire.codec import Buffer
+from pagewire.ipc.wire.budget import MAX_BATCH_BYTES
+from pagewire.ipc.wire.codec import MAX_FRAMES, MAX_MESSAGE_BYTES, Buffer, Codec
+from pagewire.ipc.wire.messages import Request
+from pagewire.ipc.wire.tasks import submission
 from pagewire.ipc.wire.window import Load
+
+SUBMIT_BATCH = 64  # requests in one message, so that encoding it takes little memory
 
 Frames: TypeAlias = list[Buffer]
 
@@ -33,12 +38,12 @@ class OutboxMessage(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """How many it submits."""
+        """The number of requests that it submits."""
         return len(self.keys)
 
     @property
     def num_bytes(self) -> int:
-        """Of all its frames."""
+        """The size of all its frames."""
         return sum(map(len, self.frames))
 
 
@@ -178,3 +183,66 @@ class Outbox:
         self._unsent_fence = Fence(call_id, frames, name, tenant.unfenced)
         tenant.unfenced = Load()
         return frames
+
+
+class Submission(NamedTuple):
+    """An encoded message that submits requests of one tenant. keys: of these requests."""
+
+    tenant: str
+    frames: list[Buffer]
+    keys: list[int]
+
+
+def encode_requests(
+    codec: Codec[Any], requests: Sequence[Request], limit: int
+) -> tuple[list[Submission], list[tuple[Request, ValueError]]]:
+    """The messages that submit the requests, and the requests that no message can hold, each with its error.
+
+    limit: bytes of a first frame that the core takes.
+
+    Raises:
+        OverflowError, TypeError: a value that msgpack cannot represent.
+    """
+    messages: list[Submission] = []
+    refused: list[tuple[Request, ValueError]] = []
+    for tenant, batch in batches(requests):
+        pending = [batch]
+        while pending:
+            part = pending.pop()
+            frames = codec.encode(submission(part))
+            name = f"request {part[0].request_id[:100]!r}"
+            error = too_large(frames, name, limit if len(part) == 1 else min(limit, MAX_BATCH_BYTES))
+            if error is None:
+                messages.append(Submission(tenant, frames, [request.key for request in part]))
+            elif len(part) == 1:
+                refused.append((part[0], error))
+            else:
+                half = len(part) // 2
+                pending += [part[half:], part[:half]]  # the last one is next
+    return messages, refused
+
+
+def batches(requests: Sequence[Request]) -> Iterator[tuple[str, list[Request]]]:
+    """The requests of each tenant, in order, in parts for one message."""
+    by_tenant: dict[str, list[Request]] = {}
+    for request in requests:
+        by_tenant.setdefault(request.tenant, []).append(request)
+    for tenant, queued in by_tenant.items():
+        for at in range(0, len(queued), SUBMIT_BATCH):
+            yield tenant, queued[at : at + SUBMIT_BATCH]
+
+
+def too_large(frames: Sequence[Buffer], name: str, limit: int) -> ValueError | None:
+    """The error for a message that the core does not take; None if it does. limit: bytes of its first frame."""
+    size, total = len(frames[0]), sum(map(len, frames))
+    if size <= limit and (total > MAX_MESSAGE_BYTES or len(frames) > MAX_FRAMES):
+        return ValueError(
+            f"{name} is too large: {total} bytes in {len(frames)} parts, and a message has at most "
+            f"{MAX_MESSAGE_BYTES} in {MAX_FRAMES}: send fewer embeddings"
+        )
+    if size <= limit:
+        return None
+    return ValueError(
+        f"{name} is too large: {size} bytes, and a message to this engine core has at most {limit}; shorten the "
+        "prompt or the parameters"
+    )

@@ -1,271 +1,108 @@
-"""The open requests of a frontend on an engine core, which they outlive.
+"""The open requests of a frontend, on a connection to an engine core that outlives cores.
 
-    prepare --> submit --> [client] --> core
-    take <-- Outputs <---- [client] <-- core        (deltas are applied on the client's thread)
+    Session.submit --> Supervisor.client --> core
+    Session.take <---- deltas <- [client] <- core        (they are applied on the client's thread)
 
 `LLMEngine`, `LLM` and `AsyncLLM` use it, and differ in how they wait: each request is submitted with a mailbox,
-which receives the request whenever it has new output to `take`.
+which receives the request whenever it has new output to `take`. `open_session.py` makes sessions.
 
-They survive the loss of a core if another takes its place (`open_requests.py`, `supervisor.py`).
+When the core is lost and another takes its place (`supervisor.py`), open requests go on there with the tokens that
+they have (`custody.py`). After a crash suspects are tried one by one first (`trials.py`), while others are held.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 from pagewire.frontend import wiring
-from pagewire.frontend.core.core_source import CoreProcess, RunningCores
+from pagewire.frontend.core.core_source import CoreProcess
+from pagewire.frontend.core.custody import Custody, ended_sequences, request_to_resume
 from pagewire.frontend.core.mailbox import Mailbox
 from pagewire.frontend.core.metrics import Metric, read_metrics
-from pagewire.frontend.core.open_requests import OpenRequests, Spans
+from pagewire.frontend.core.request_table import RequestTable, Spans, portions
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, StatLoggers
-from pagewire.frontend.core.supervisor import Cores, Owner, Supervisor
-from pagewire.frontend.media.access import MediaAccess
+from pagewire.frontend.core.supervisor import Cores, EngineClient, Owner
+from pagewire.frontend.core.trials import Failed, SuspectTrials
 from pagewire.frontend.requests.answer_budget import LogprobBudget
-from pagewire.frontend.requests.inputs import CheckedParams, Intake, MediaPlacer, Prepared
-from pagewire.frontend.requests.lora import LoRARequest, SessionAdapters, UsedAdapter
+from pagewire.frontend.requests.inputs import Intake, Prepared
+from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState
-from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
-from pagewire.frontend.text.prompts import PromptType, TextPair
-from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
-from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.errors import (
+    DetachedError,
+    EngineBusyError,
+    EngineDeadError,
+    EngineStoppedError,
+    RequestCrashedEngineError,
+)
 from pagewire.ipc.wire.calls import CALLS
-from pagewire.ipc.wire.messages import EngineInfo
-from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.messages import Deltas, EngineInfo, Request
 from pagewire.ipc.wire.pooling import PoolingParams
-from pagewire.ipc.wire.sockets import CurveKeys
-
-if TYPE_CHECKING:
-    from pagewire.ipc.options.engine_args import EngineArgs
 
 logger = logging.getLogger("pagewire.frontend")
 
-P = ParamSpec("P")
-F = TypeVar("F", bound="Face")
-
 METRICS_SECONDS = 5.0  # for the core's answer, after which the loggers of statistics go without
+# Python's locks are not fair: who waits for one gets it if its owner rests for a moment.
+HOLD_SECONDS, YIELD_SECONDS = 0.004, 0.0002
+
+Call: TypeAlias = Callable[..., Future[Any]]
 
 
 class Session:
-    """A connection to a core, made by `spawn` or `attach`, and the open requests on it.
+    """The open requests of a frontend, and the connection to the core, or to several, that has them.
+
+    connect: makes the connection. open_intake: makes what turns prompts into requests, given what the engine is and
+    how to call it. traces_endpoint: URL of an OpenTelemetry collector that gets a span per request.
+    stat_loggers: the program's own, by name.
 
     Attributes:
-        info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
-        stat_loggers: the program's own loggers of statistics. adapters: where their files are found.
-        media: puts pictures and sounds into prompts; None: none are taken.
+        connection: to the core. info: model and options of the core. intake: makes requests of prompts.
+        gone: gets the error when the core is lost for good; cancelled by `close`.
+        stat_loggers: the program's own loggers of statistics.
 
     Raises:
-        as `spawn` or `attach`, whichever made `connect`. ValueError: as `check_environment`.
+        as `connect` and `open_intake`. ValueError: as `check_environment`.
     """
 
-    info: EngineInfo
-    tokenizer: Tokenizer | None
-
-    def __init__(self, connect: Callable[[Owner], Cores], traces_endpoint: str | None = None) -> None:
+    def __init__(
+        self,
+        connect: Callable[[Owner], Cores],
+        open_intake: Callable[[EngineInfo, Call], Intake],
+        traces_endpoint: str | None = None,
+        stat_loggers: Mapping[str, StatLoggerBase] | None = None,
+    ) -> None:
         check_environment()
-        self._keys = itertools.count()
-        self._closed = threading.Lock()
-        self._tracer: Spans | None = None if traces_endpoint is None else wiring.Tracer(traces_endpoint)
+        self.gone: Future[EngineDeadError] = Future()
+        tracer: Spans | None = None if traces_endpoint is None else wiring.Tracer(traces_endpoint)
+        # Guards all below, except the connection and its clients, which are thread-safe.
+        self._lock = threading.RLock()
+        self._table = RequestTable(tracer)
+        self._custody = Custody()
+        self._closing = threading.Event()
+        self._trials = SuspectTrials(self._lock, self._custody, self._closing, self._resume, self._fail)
+        self._held_seconds = 0.0  # time of the client's thread with the lock since it rested
         self.stat_loggers = StatLoggers({}, self.get_metrics)
         try:
-            self._requests = OpenRequests(connect, self._tracer)
+            self.connection = connect(self)
         except BaseException:
-            if self._tracer is not None:
-                self._tracer.shutdown()
+            self._table.shutdown()
             raise
-        self.info = self._requests.connection.info
-
-    @classmethod
-    def spawn(
-        cls, args: EngineArgs, restarts: int = 0, stat_loggers: Mapping[str, StatLoggerBase] | None = None
-    ) -> Session:
-        """Spawn a core, wait until it is ready, and load the tokenizer.
-
-        restarts: how many cores may replace one that was lost.
-        stat_loggers: loggers of statistics by name, which get the engine's figures until `close`.
-
-        Raises:
-            ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
-            EngineDeadError: the core failed while it started; the text is the cause.
-        """
-        args.check()
-        access = MediaAccess.read(args.allowed_local_media_path, args.allowed_media_domains)
-        connect = partial(Supervisor, wiring.SpawnedCores(args, restarts))
-        source = wiring.tokenizer_source(args)
-        ahead = wiring.tokenizer_ahead(args, source)
-        session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, 0, access, ahead, **source)
-        session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
-        return session
-
-    @classmethod
-    def attach(
-        cls,
-        address: str,
-        curve: CurveKeys | None = None,
-        tokenizer: str | None = None,
-        timeout: float | None = 10.0,
-        reattach_timeout: float = 0.0,
-        peer_uid: int | None = None,
-        trust_remote_code: bool = False,
-        *,
-        name: str = "attached",
-        otlp_traces_endpoint: str | None = None,
-        allowed_local_media_path: str = "",
-        allowed_media_domains: Sequence[str] | None = None,
-    ) -> Session:
-        """Attach to a core that runs already.
-
-        address: where it listens. curve: keys, if it encrypts. timeout: seconds to wait for an answer.
-        tokenizer: folder or id; None: the core's.
-        reattach_timeout: seconds to wait for another core of the same model at the address, should this one be
-            lost; open requests go on with it where they were.
-        peer_uid: id of the user as whom the core runs, if it is neither this process's user nor root.
-        trust_remote_code: run the Python code of the core's tokenizer, if it has any.
-        name: name of this frontend in the core's log and metrics.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span per request.
-        allowed_local_media_path, allowed_media_domains: those of `EngineArgs`, for this frontend.
-
-        Raises:
-            PermissionError: the core runs as another user, or does not admit this user or key.
-            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
-            If the core fails while it starts: as `spawn`.
-        """
-        # Frontends on one core must not draw the same seeds.
-        salt = int.from_bytes(os.urandom(7), "little")
-        access = MediaAccess.read(allowed_local_media_path, allowed_media_domains)
-        source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
-        session = cls(partial(Supervisor, source), otlp_traces_endpoint)
-        return session.with_tokenizer(tokenizer, salt, access, trust_remote_code=trust_remote_code)
-
-    def with_tokenizer(
-        self,
-        name: str | None,
-        salt: int,
-        media: MediaAccess,
-        ahead: Future[Tokenizer] | None = None,
-        **source: Any,
-    ) -> Session:
-        """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session.
-
-        media: what may be fetched for prompts. ahead: loads the tokenizer already (see `spawned_cores.py`).
-        """
+        self.info: EngineInfo = self.connection.info
         try:
-            tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
-            self.media = media_of(self.info, media, self.call)
-            self._intake = Intake(self.info, tokenizer, salt, self.media)
-            self.adapters = SessionAdapters(self.info, source.get("token"), source.get("cache_dir"))
-            self.tokenizer = tokenizer
+            self.intake = open_intake(self.info, self.call)
         except BaseException:
             self.close()
             raise
-        return self
+        self.stat_loggers = StatLoggers(stat_loggers or {}, self.get_metrics)
 
-    def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use another tokenizer, of pagewire or of transformers, for new requests.
-
-        Raises:
-            TypeError: `tokenizer` is not a tokenizer.
-        """
-        self._intake.tokenizer = self.tokenizer = wiring.from_programs(tokenizer)
-
-    # -------------------------------------------------------------- requests
-
-    def check(self, params: SamplingParams | None) -> CheckedParams:
-        """The parameters, checked and completed once for many prompts.
-
-        Raises:
-            ValueError, TypeError: a bad parameter.
-        """
-        return self._intake.check(params)
-
-    def prepare(
-        self,
-        prompt: PromptType,
-        params: SamplingParams | CheckedParams | None,
-        request_id: str,
-        priority: int = 0,
-        age: float = 0.0,
-        lora_request: LoRARequest | None = None,
-        prompt_adapter_request: PromptAdapterRequest | None = None,
-    ) -> Prepared:
-        """The request for a prompt, checked, tokenized and ready for `submit`. age: seconds since it arrived.
-
-        Raises:
-            ValueError, TypeError: a bad prompt, parameter or adapter.
-        """
-        adapter = self.adapters.use(lora_request)
-        virtual = None if prompt_adapter_request is None else self.prompt_adapters.get(prompt_adapter_request)
-        return self._intake.prepare(
-            prompt, params, request_id, next(self._keys), priority, age, adapter, virtual
-        )
-
-    def prepare_pooling(
-        self,
-        prompt: PromptType | TextPair,
-        params: PoolingParams,
-        request_id: str,
-        priority: int = 0,
-        age: float = 0.0,
-        lora_request: LoRARequest | None = None,
-    ) -> Prepared:
-        """The request to pool a prompt, ready for `submit`. params: made by `pooling.inputs.completed`.
-
-        Raises:
-            ValueError, TypeError: a bad prompt, or no such adapter.
-        """
-        adapter = self.adapters.use(lora_request)
-        prepared: Prepared = wiring.prepare(
-            self._intake, prompt, params, request_id, next(self._keys), priority, age, adapter
-        )
-        return prepared
-
-    def tokenize(
-        self, prompt: PromptType, truncates: bool = False, lora_request: LoRARequest | None = None
-    ) -> list[int]:
-        """The token ids of a prompt. truncates: it will be truncated, so it may be longer than the model takes.
-
-        Raises:
-            ValueError, TypeError: a bad prompt, or no such adapter.
-        """
-        return self._intake.tokenize(prompt, truncates, self.adapters.use(lora_request))[0]
-
-    def tokenizer_for(self, lora_request: LoRARequest | None) -> Tokenizer | None:
-        """The tokenizer of an adapter, which is the model's if it has none of its own.
-
-        Raises:
-            ValueError, TypeError: no such adapter.
-        """
-        return self._tokenizer_of(self.adapters.use(lora_request))
-
-    @cached_property
-    def prompt_adapters(self) -> Any:
-        """The prompt adapters that were read: `PromptAdapters`, made when the first one is used."""
-        return wiring.PromptAdapters(self.info.embeddings)
-
-    def _tokenizer_of(self, adapter: UsedAdapter | None) -> Tokenizer | None:
-        return self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
-
-    def add_lora(self, lora_request: LoRARequest) -> Future[Any]:
-        """Register an adapter with the core; the future gets True once it was read, or the error.
-
-        Raises:
-            ValueError, TypeError: no such adapter. EngineDeadError: the core is lost.
-        """
-        source = self.adapters.source(lora_request)
-        return self.call("register_adapter", source.name, source.adapter_id, source.path, source.version)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end-of-sequence token; None if the model has none."""
-        return self._intake.eos_token_id
+    # -------------------------------------------------------------- any thread
 
     def submit(
         self,
@@ -278,14 +115,26 @@ class Session:
 
         A request that is too large for a message ends at once, alone, with a ValueError (`RequestState.exception`).
 
-        mailbox: receives a request whenever it has new output. trace_headers: W3C trace context of the parent span.
+        prepared: made by `intake`. mailbox: receives a request whenever it has new output.
+        trace_headers: W3C trace context of the parent span.
         logprob_budget: of the answer that these requests make; a request that exceeds it ends with a ValueError.
 
         Raises:
             ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
-        states = [state_of(item, self._tokenizer_of(item.adapter), logprob_budget) for item in prepared]
-        self._requests.submit(states, mailbox, self.info.served_model_names[0], trace_headers)
+        states = [new_state(item, logprob_budget) for item in prepared]
+        with self._lock:
+            self.connection.check()
+            try:
+                for state in states:
+                    self._table.add(state, mailbox, self.info.served_model_names[0], trace_headers)
+                failed: Failed = []
+                if not self._custody.hold(states):
+                    failed = self._send(self.connection.client, [state.request for state in states])
+            except BaseException:
+                self._drop(states)
+                raise
+        self._fail(failed)
         return states
 
     def take(self, state: RequestState) -> RequestOutput | None:
@@ -294,15 +143,28 @@ class Session:
         Raises:
             EngineDeadError: the core was lost before the request had ended.
         """
-        return self._requests.take(state)
+        with self._lock:
+            if state.error is not None and isinstance(error := state.exception(), EngineDeadError):
+                raise error
+            return state.take()
 
     def find(self, request_ids: Iterable[str]) -> list[RequestState]:
         """The open requests with these ids."""
-        return self._requests.find(request_ids)
+        with self._lock:
+            return self._table.find(request_ids)
 
     def abort(self, states: Iterable[RequestState]) -> None:
         """End requests with finish reason "abort"; requests that have ended keep their reason."""
-        self._requests.abort(states)
+        with self._lock:
+            live = [state for state in states if self._table.has(state)]
+            for state in live:
+                state.end("abort")
+            mailboxes = [(self._table.mailboxes[state.key], state) for state in live]
+            self._drop(live)
+            if live:
+                self.connection.client.abort([state.key for state in live])
+        for mailbox, state in mailboxes:
+            mailbox.put([state])
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Send a call to the core; the future gets the answer, or the error that the core reports.
@@ -313,11 +175,20 @@ class Session:
             EngineDeadError: the core is lost. TypeError: wrong arguments, or a value that msgpack cannot represent.
             ValueError: an argument is out of bounds.
         """
-        if name == "reset_mm_cache" and self.media is not None:
-            self.media.clear()
+        if name == "reset_mm_cache" and self.intake.media is not None:
+            self.intake.media.clear()
         if (call := CALLS.get(name)) is None:
-            return self._requests.connection.client.call(name, *args, **kwargs)
-        return self._requests.connection.client.call(name, *call.pack(args, kwargs))
+            return self.connection.client.call(name, *args, **kwargs)
+        return self.connection.client.call(name, *call.pack(args, kwargs))
+
+    def add_lora(self, lora_request: LoRARequest) -> Future[Any]:
+        """Register an adapter with the core; the future gets True once it was read, or the error.
+
+        Raises:
+            ValueError, TypeError: no such adapter. EngineDeadError: the core is lost.
+        """
+        source = self.intake.adapters.source(lora_request)
+        return self.call("register_adapter", source.name, source.adapter_id, source.path, source.version)
 
     def get_metrics(self, timeout: float | None = METRICS_SECONDS) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends.
@@ -328,59 +199,147 @@ class Session:
         return read_metrics(self.call("metrics").result(timeout))
 
     def close(self) -> None:
-        """Detach, and stop the core if this session spawned it. May be called twice."""
-        if not self._closed.acquire(blocking=False):
-            return
-        self._requests.close()
+        """Detach, stop the core if it was spawned here, and end every open request. May be called twice."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            self._trials.stop_waiting()
+        self.connection.close()
+        self.gone.cancel()
+        self._end_all(EngineDeadError("the engine was shut down"))
         self.stat_loggers.stop()
-        if self._tracer is not None:
-            self._tracer.shutdown()
+        self._table.shutdown()
 
     @property
     def dead(self) -> EngineDeadError | None:
         """The error with which the core was lost, until another core replaces it; None while there is a core."""
-        return self._requests.connection.dead
-
-    @property
-    def gone(self) -> Future[EngineDeadError]:
-        """Gets the error when the core is lost for good; cancelled if the session is closed before."""
-        return self._requests.gone
-
-    @property
-    def connection(self) -> Cores:
-        """The connection to the core, or to several."""
-        return self._requests.connection
+        return self.connection.dead
 
     @property
     def _spawned(self) -> CoreProcess | None:
-        return self._requests.connection.spawned
+        return self.connection.spawned
+
+    def validate(self) -> None:
+        """Check what holds between two events; tests call it.
+
+        Raises:
+            AssertionError: it does not hold.
+        """
+        with self._lock:
+            self._custody.validate(list(self._table))
+
+    # -------------------------------------------------------------- on the client's thread
+
+    def take_deltas(self, deltas: Deltas) -> None:
+        """Add new output to its requests, and notify their mailboxes.
+
+        Log probabilities take long; threads that wait for the lock, such as an event loop, get it in between.
+        """
+        for portion in portions(deltas):
+            if self._held_seconds > HOLD_SECONDS:
+                time.sleep(YIELD_SECONDS)
+                self._held_seconds = 0.0
+            begin = time.monotonic()
+            self._take_portion(portion)
+            self._held_seconds += time.monotonic() - begin
+
+    def _take_portion(self, deltas: Deltas) -> None:
+        with self._lock:
+            states, to_drop = self._table.outputs.process(deltas)
+            if to_drop.keys or to_drop.sequences:
+                self.connection.client.abort(to_drop.keys, to_drop.sequences)
+            ready: defaultdict[Mailbox, list[RequestState]] = defaultdict(list)
+            for state in states:
+                ready[self._table.mailboxes[state.key]].append(state)
+            self._trials.check_progress()
+            self._drop([state for state in states if state.finished])
+        for mailbox, new in ready.items():
+            mailbox.put(new)
+
+    def requests_refused(self, keys: list[int], error: Exception) -> None:
+        """End requests that the core could not read."""
+        with self._lock:
+            known = self._table.outputs.states
+            states = [known[key] for key in keys if key in known]
+        self._fail([(state, error) for state in states])
+
+    def core_failing(self) -> None:
+        """End the wait for a suspect: the core is lost."""
+        self._trials.stop_waiting()
+
+    # -------------------------------------------------------------- on the thread of the connection
+
+    def core_lost(self, error: EngineDeadError, keys: Collection[int] | None = None) -> None:
+        """Keep what the core had for another core, except the request that is to blame."""
+        by_accident = not isinstance(error, (EngineStoppedError, DetachedError))
+        with self._lock:
+            guilty = self._custody.core_lost(list(self._table), keys, by_accident=by_accident)
+        if guilty is not None:
+            text = f"the engine died twice with this request, which is not tried again ({error})"
+            logger.error("request %.100r ends: %s", guilty.request_id, text)
+            self._fail([(guilty, RequestCrashedEngineError(text))])
+
+    def core_attached(self, client: EngineClient, others: EngineClient | None = None) -> None:
+        """Let what is held go on with another core: suspects one by one first, then all."""
+        self._trials.run(client)
+        with self._lock:
+            if self._closing.is_set() or client.dead is not None or not self._custody.recovering:
+                return  # it is lost as well, or none of the open requests was on the core that is lost
+            try:
+                failed = self._resume(others or client, self._custody.to_resume())
+            except EngineDeadError:
+                return
+            self._custody.resumed()
+        self._fail(failed)
+
+    def core_gone(self, error: EngineDeadError) -> None:
+        """End every open request with the error with which the core was lost."""
+        self._end_all(error)
+        with suppress(InvalidStateError):  # `close` has cancelled it
+            self.gone.set_result(error)
+
+    def _end_all(self, error: EngineDeadError) -> None:
+        with self._lock:
+            states = list(self._table)
+        self._fail([(state, error) for state in states])
+
+    def _fail(self, failed: Iterable[tuple[RequestState, Exception]]) -> None:
+        """End requests with an error, and notify their mailboxes. Called without the lock."""
+        with self._lock:
+            live = [(state, error) for state, error in failed if self._table.has(state)]
+            for state, error in live:
+                state.fail(error)
+            mailboxes = [(self._table.mailboxes[state.key], state) for state, _ in live]
+            self._drop([state for state, _ in live])
+        for mailbox, state in mailboxes:
+            mailbox.put([state])
+
+    # -------------------------------------------------------------- under the lock
+
+    def _resume(self, client: EngineClient, states: list[RequestState]) -> Failed:
+        """Send requests to another core, where they go on. Returns those that it cannot get, with the errors."""
+        try:
+            failed = self._send(client, [request_to_resume(state) for state in states])
+        except EngineBusyError as error:
+            return [(state, error) for state in states]
+        client.abort(sequences=[place for state in states for place in ended_sequences(state)])
+        return failed
+
+    def _send(self, client: EngineClient, requests: list[Request]) -> Failed:
+        """Send requests to the core. Returns those that are too large, with the errors."""
+        refused = client.submit(requests)
+        return [(self._table.outputs.states[request.key], error) for request, error in refused]
+
+    def _drop(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            if self._table.has(state):
+                self._custody.drop(state)
+                self._trials.drop(state)
+                self._table.drop(state)
 
 
-class Face(Protocol):
-    """What users hold: `LLM`, `LLMEngine` or `AsyncLLM`."""
-
-    @classmethod
-    def _over(cls, session: Session) -> Self:
-        """Make one that uses a session."""
-
-
-class AttachMethod(Generic[P]):
-    """A classmethod that calls `Session.attach`, and returns a `Face` over the session that it makes."""
-
-    def __init__(self, attach: Callable[P, Session]) -> None:
-        self._attach = attach
-
-    def __get__(self, instance: object, face: type[F]) -> Callable[P, F]:
-        @wraps(self._attach)
-        def attach(*args: P.args, **kwargs: P.kwargs) -> F:
-            return face._over(self._attach(*args, **kwargs))
-
-        return attach
-
-
-def state_of(
-    item: Prepared, tokenizer: Tokenizer | None, logprob_budget: LogprobBudget | None
-) -> RequestState:
+def new_state(item: Prepared, logprob_budget: LogprobBudget | None) -> RequestState:
     """The state of a request that is to be sent. logprob_budget: see `Session.submit`."""
     if isinstance(item.request.task, PoolingParams):
         pooled: RequestState = wiring.PooledState(item.request)
@@ -388,34 +347,9 @@ def state_of(
     return RequestState(
         item.request,
         item.prompt_text,
-        tokenizer,
+        item.tokenizer,
         logprob_budget,
         item.adapter,
         item.num_virtual_tokens,
         item.source,
     )
-
-
-def media_of(info: EngineInfo, access: MediaAccess, call: Callable[..., Future[Any]]) -> MediaPlacer | None:
-    """What puts media into prompts; None if the engine takes none. call: sends a call to the engine."""
-    if info.media is None:
-        return None
-    placer: MediaPlacer = wiring.media_intake(info.media, access, call, info.max_model_len)
-    return placer
-
-
-def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:
-    """Load the tokenizer `name`, or the core's; None without a name if the core skips tokenizers.
-
-    source: further options of `load_tokenizer`, which says what it raises.
-    """
-    if name is None and info.skip_tokenizer_init:
-        return None
-    revision = None if name else info.tokenizer_revision
-    return load_tokenizer(name or info.tokenizer, info.tokenizer_mode, revision=revision, **source)
-
-
-def ignore_usage_context(usage_context: Any) -> None:
-    """Log a warning if a usage context is given: no usage statistics are collected."""
-    if usage_context is not None:
-        logger.warning("usage_context has no effect: usage statistics are never collected")

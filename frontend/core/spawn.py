@@ -34,7 +34,7 @@ class SpawnedCore:
 
     def __init__(self, child: Child, address: str) -> None:
         self.child, self.address = child, address
-        self._stop = weakref.finalize(self, stop, child, address, os.getpid())
+        self._stop = weakref.finalize(self, stop_core, child, address, os.getpid())
 
     @property
     def pid(self) -> int:
@@ -44,7 +44,7 @@ class SpawnedCore:
     def shutdown(self, timeout: float = STOP_SECONDS) -> None:
         """Stop the core with SIGTERM; kill it if it runs after `timeout` seconds. May be called twice."""
         if self._stop.detach() is not None:
-            stop(self.child, self.address, os.getpid(), timeout)
+            stop_core(self.child, self.address, os.getpid(), timeout)
 
 
 def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
@@ -56,7 +56,9 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
         ValueError, PermissionError, OSError: a bad address, no process could be started, no engine is installed, or
             this is no Linux.
     """
-    from pagewire.ipc.models.registrations import registered  # a frontend that attaches registers nothing
+    from pagewire.ipc.models.registrations import (
+        all_registrations,  # a frontend that attaches registers nothing
+    )
 
     require_linux()
     if find_spec("pagewire.engine_core") is None:
@@ -67,11 +69,11 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     command = [sys.executable, "-m", "pagewire.engine_core", "--listen", address, "--options-stdin"]
     if args.has_local_worker:
         command += ["--worker-address", private_address(f"worker-{os.getpid()}-{uuid.uuid4().hex[:12]}")]
-    options = msgspec.json.encode({"options": dataclasses.asdict(args), "registrations": registered()})
+    options = msgspec.json.encode({"options": dataclasses.asdict(args), "registrations": all_registrations()})
     return SpawnedCore(Child(command, stdin=options, env=os.environ | ray_cluster.environment()), address)
 
 
-def stop(child: Child, address: str, owner: int, timeout: float = STOP_SECONDS) -> None:
+def stop_core(child: Child, address: str, owner: int, timeout: float = STOP_SECONDS) -> None:
     """End a core, and remove the files of its sockets if they are left.
 
     owner: id of the process that started it; in a fork of that process this does nothing.

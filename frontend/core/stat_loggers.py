@@ -132,7 +132,7 @@ def status_line(status: Mapping[str, Any]) -> str:
     return "engine: " + ", ".join(f"{name} {value}" for name, value in status.items() if name != "clients")
 
 
-def checked(loggers: Any) -> dict[str, StatLoggerBase]:
+def check_loggers(loggers: Any) -> dict[str, StatLoggerBase]:
     """The loggers given as `stat_loggers`; {} for None.
 
     Raises:
@@ -172,3 +172,9 @@ def stats_of(metrics: list[Metric], before: Mapping[str, int]) -> tuple[Stats, d
         metrics=metrics,
     )
     return stats, counts
+
+
+def ignore_usage_context(usage_context: Any) -> None:
+    """Log a warning if a usage context is given: no usage statistics are collected."""
+    if usage_context is not None:
+        logger.warning("usage_context has no effect: usage statistics are never collected")

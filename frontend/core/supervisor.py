@@ -32,7 +32,7 @@ logger = logging.getLogger("pagewire.frontend")
 
 
 class EngineClient(Protocol):
-    """What takes requests: the client of one core, or of several."""
+    """The client of one core, or of several, which takes requests."""
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -122,7 +122,7 @@ class ConnectionStage(Enum):
 
 
 class ConnectionEvent(Enum):
-    """What happens to a connection."""
+    """An event in the life of a connection."""
 
     WELCOMED = "welcomed"
     """A core has taken this frontend."""

@@ -46,7 +46,7 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            raise missing(error) from None
+            raise missing_package(error) from None
         self._propagator = TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
         self._exporter = exporter(endpoint)
@@ -128,7 +128,7 @@ def exporter(endpoint: str) -> SpanExporter:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise missing(error) from None
+        raise missing_package(error) from None
     return OTLPSpanExporter(endpoint)
 
 
@@ -142,6 +142,6 @@ def resource() -> Any:
     return service
 
 
-def missing(error: ImportError) -> ValueError:
+def missing_package(error: ImportError) -> ValueError:
     """Return the error for a package that is not installed."""
     return ValueError(f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'pagewire[otlp]'")

@@ -14,7 +14,7 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 Call = Callable[..., Future[Any]]
 
 
-def update_weights(
+def send_weights(
     call: Call, weights: str | os.PathLike[str] | Mapping[str, Any], version: str, requests: str
 ) -> Future[Any]:
     """Have the core change the weights; the future gets their version, or the error. Blocks while tensors are sent.
@@ -28,11 +28,11 @@ def update_weights(
         return call("update_weights", os.fspath(weights), 0, version, requests)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a path, or tensors by name, got {type(weights).__name__}")
-    upload = send(call, weights)
+    upload = send_tensors(call, weights)
     return call("update_weights", "", upload, version, requests)
 
 
-def send(call: Call, tensors: Mapping[str, Any]) -> int:
+def send_tensors(call: Call, tensors: Mapping[str, Any]) -> int:
     """Send tensors; returns the number of the upload."""
     forms = [[name, dtype_of(name, tensor), list(tensor.shape)] for name, tensor in tensors.items()]
     upload: int = call("begin_weights", forms).result()

@@ -1,4 +1,4 @@
-"""What a frontend may fetch for its clients: from public hosts, the operator's hosts and networks, and one folder.
+"""Rules of fetching for clients: from public hosts, the operator's hosts and networks, and one folder.
 
 A client's URL makes this machine open a connection. Without these rules a client could reach what only this machine
 can reach: services on loopback, a cloud's metadata address, hosts of the internal network.

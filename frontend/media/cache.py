@@ -1,4 +1,4 @@
-"""What was decoded a short time ago, so that the same picture or sound again costs no download and no decoding."""
+"""Recently decoded pictures and sounds, so that the same one again costs no download and no decoding."""
 
 from __future__ import annotations
 

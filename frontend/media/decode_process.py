@@ -12,7 +12,7 @@ from functools import cache
 
 import msgspec
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.limits import MIN_SPEECH_SECONDS
 from pagewire.frontend.media.picture import decode_picture, load_pillow
 from pagewire.frontend.media.sound import convert_samples, decode_sound, load_sound_libraries
@@ -51,7 +51,7 @@ class EncodedMedia(msgspec.Struct, array_like=True):
 
 
 class DecodedBytes(msgspec.Struct, array_like=True):
-    """What a job returns: the parts of a `Tensor`, or why the content is refused, in our own words.
+    """The result of a job: the parts of a `Tensor`, or why the content is refused, in our own words.
 
     peak: of a sound's spectrogram, if it is needed.
     """
@@ -93,7 +93,7 @@ def decode_confined(encoded: EncodedMedia) -> DecodedBytes:
     name = NAMES[encoded.kind]
     try:
         limits = LIMITS if encoded.spectrum is None else SPEECH_LIMITS
-        answer = processes().run(msgspec.msgpack.encode(encoded), limits, current_tenant.get())
+        answer = decode_processes().run(msgspec.msgpack.encode(encoded), limits, current_tenant.get())
     except JobTimeoutError:
         raise MediaError(f"a {name} takes too long to decode") from None
     except JobKilledError:
@@ -105,7 +105,7 @@ def decode_confined(encoded: EncodedMedia) -> DecodedBytes:
 
 
 @cache
-def processes() -> Confined:
+def decode_processes() -> Confined:
     """The processes of this frontend that decode; the first content starts them."""
     return Confined(__name__, num_parallel=NUM_PARALLEL, num_reserved=NUM_RESERVED)
 
@@ -143,7 +143,7 @@ def peak_of(data: bytes, encoded: EncodedMedia) -> float:
     return log_peak(data, encoded.rate, encoded.spectrum)
 
 
-def warm_up(run: Handler) -> None:
+def warm_up_decoders(run: Handler) -> None:
     """Decode a small picture, so that the memory which all decoding uses is there."""
     import struct
     import zlib
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--lifeline", type=int, required=True)
     options = parser.parse_args()
-    serve(options.control, options.lifeline, decoder, warm_up)
+    serve(options.control, options.lifeline, decoder, warm_up_decoders)
 
 
 if __name__ == "__main__":

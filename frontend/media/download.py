@@ -24,7 +24,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from pagewire.frontend.media.access import MediaAccess
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.tenants import current_tenant
@@ -56,13 +56,13 @@ RESOLVERS_OF_TENANT = (
 
 @dataclass(frozen=True)
 class DownloadLimits:
-    """What one download may take. seconds: for all of it, redirects included. max_bytes: of its body."""
+    """The limits of one download. seconds: for all of it, redirects included. max_bytes: of its body."""
 
     seconds: float
     max_bytes: int
 
 
-def download(url: str, access: MediaAccess, limits: DownloadLimits) -> bytes:
+def download_media(url: str, access: MediaAccess, limits: DownloadLimits) -> bytes:
     """The body of the answer to GET. Blocks for up to `limits.seconds`; in a thread without an event loop.
 
     Raises:

@@ -14,10 +14,9 @@ from typing import Any
 
 from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.cache import RecentKeys
-from pagewire.frontend.media.errors import MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
-from pagewire.frontend.media.keys import KEYS
-from pagewire.frontend.media.layout import LaidOut, lay_out
+from pagewire.frontend.media.keys import KEYS, MediaFieldError
+from pagewire.frontend.media.layout import PlacedMedium, lay_out
 from pagewire.frontend.media.loader import MediaLoader
 from pagewire.frontend.media.objects import item_of
 from pagewire.frontend.media.parts import too_many
@@ -69,9 +68,9 @@ class MediaIntake:
             MediaError: one is no picture or sound, cannot be had, or has no place in the prompt.
             EngineBusyError: other requests take too long. EngineDeadError: the core is lost.
         """
-        options = options_of(prompt.get("mm_processor_kwargs"))
+        options = media_options(prompt.get("mm_processor_kwargs"))
         media = self.contents(prompt, salt)
-        laid = [self._laid_out(medium, options, salt or "") for medium in media]
+        laid = [self._place(medium, options, salt or "") for medium in media]
         return lay_out(token_ids, laid, self.info)
 
     def contents(self, prompt: Mapping[str, Any], salt: str | None) -> list[Decoded]:
@@ -88,11 +87,11 @@ class MediaIntake:
         self.loader.clear()
         self._shapes.clear()
 
-    def _laid_out(self, medium: Decoded, options: str, salt: str) -> LaidOut:
+    def _place(self, medium: Decoded, options: str, salt: str) -> PlacedMedium:
         if medium.embeddings:
-            return LaidOut(medium, b"", [PLACEHOLDER] * medium.data.shape[0])
+            return PlacedMedium(medium, b"", [PLACEHOLDER] * medium.data.shape[0])
         if not medium.uuid:
-            return LaidOut(
+            return PlacedMedium(
                 medium, medium.name(options), self._layout(medium.kind, medium.data.shape, options), options
             )
         name = uuid_name(medium.kind, salt, medium.uuid, options)
@@ -103,7 +102,7 @@ class MediaIntake:
                 f": nothing is known by the name {quoted(medium.uuid)} any more: send the content as well",
             )
         self._shapes.put(name, shape, 0)
-        return LaidOut(medium, name, self._layout(medium.kind, shape, options), options)
+        return PlacedMedium(medium, name, self._layout(medium.kind, shape, options), options)
 
     def _layout(self, kind: str, shape: Sequence[int], options: str) -> Sequence[int]:
         key = (kind, tuple(shape), options)
@@ -120,7 +119,7 @@ class MediaIntake:
 def media_intake(
     info: MediaInfo, access: MediaAccess, call: Callable[..., Future[Any]], max_model_len: int
 ) -> MediaIntake:
-    """What puts media into the prompts of an engine. call: sends a call to the engine."""
+    """The intake that puts media into the prompts of an engine. call: sends a call to the engine."""
     layout = CALLS["media_layout"]
 
     def ask(kind: str, shape: Sequence[int], options: str) -> MediaLayout:
@@ -134,7 +133,7 @@ def media_intake(
     return MediaIntake(info, MediaLoader(access, info.sampling_rate), ask, max_model_len)
 
 
-def options_of(kwargs: Any) -> str:
+def media_options(kwargs: Any) -> str:
     """Arguments of the processor as canonical JSON; "" for none.
 
     Raises:

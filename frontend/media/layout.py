@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.items import Decoded
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.parts import NAMES
 from pagewire.ipc.wire.embeddings import media_of
 from pagewire.ipc.wire.items import Media
@@ -14,7 +14,7 @@ from pagewire.ipc.wire.media import MediaInfo
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class PlacedMedium:
     """A medium with its name, and the tokens that stand for it in a prompt.
 
     options: arguments of the processor, as canonical JSON.
@@ -44,7 +44,7 @@ class LaidOut:
 
 
 def lay_out(
-    token_ids: Sequence[int], media: Sequence[LaidOut], info: MediaInfo
+    token_ids: Sequence[int], media: Sequence[PlacedMedium], info: MediaInfo
 ) -> tuple[list[int], list[Media]]:
     """The tokens of a prompt with those of its media in place of the placeholders, and the media at their places.
 
@@ -54,8 +54,8 @@ def lay_out(
     Raises:
         MediaError: there are more or fewer placeholders of a kind than media.
     """
-    waiting: dict[int, list[LaidOut]] = {}  # by placeholder; the next one is the last
-    leading: list[LaidOut] = []
+    waiting: dict[int, list[PlacedMedium]] = {}  # by placeholder; the next one is the last
+    leading: list[PlacedMedium] = []
     for kind, medium in info.kinds.items():
         own = [laid for laid in media if laid.medium.kind == kind]
         number = token_ids.count(medium.token_id) if own else 0
@@ -71,7 +71,7 @@ def lay_out(
     tokens: list[int] = []
     placed: list[Media] = []
 
-    def add(laid: LaidOut) -> None:
+    def add(laid: PlacedMedium) -> None:
         placed.extend(laid.at(len(tokens)))
         tokens.extend(laid.token_ids)
 

@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.cache import DecodedCache, RecentKeys
 from pagewire.frontend.media.decode_process import decode
-from pagewire.frontend.media.errors import MediaError, MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
+from pagewire.frontend.media.keys import MediaError, MediaFieldError
 from pagewire.frontend.media.limits import MAX_DECODED_BYTES, MAX_SOURCE_BYTES, MAX_SOURCES_BYTES
 from pagewire.frontend.media.local_file import read_local_file
 from pagewire.ipc.environment import env_float
@@ -98,7 +98,7 @@ class MediaLoader:
                 raise MediaError(
                     f"the pictures and sounds of a prompt may have {MAX_DECODED_BYTES} bytes when they are decoded"
                 )
-            decoded.append(named(content, item))
+            decoded.append(name_content(content, item))
         return decoded
 
     def _fetch_named(self, item: MediaItem, tenant: str, budget: SourceBudget) -> MediaSource:
@@ -134,9 +134,12 @@ class MediaLoader:
             return read_local_file(unquote(parts.path), self._access.folder, max_bytes)
         if scheme not in ("http", "https"):
             raise MediaError("only http, https, data and (where the server allows it) file URLs can be used")
-        from pagewire.frontend.media.download import DownloadLimits, download  # aiohttp is slow to import
+        from pagewire.frontend.media.download import (  # aiohttp is slow to import
+            DownloadLimits,
+            download_media,
+        )
 
-        return download(item.url, self._access, DownloadLimits(self._seconds[item.kind], max_bytes))
+        return download_media(item.url, self._access, DownloadLimits(self._seconds[item.kind], max_bytes))
 
     def _decoded(self, item: MediaItem, source: MediaSource) -> Decoded:
         if source.content is not None:
@@ -166,7 +169,7 @@ class SourceBudget:
         self._lock = threading.Lock()
 
     def room(self, wanted: int) -> int:
-        """What is left for one item that may have `wanted` bytes."""
+        """The bytes that are left for one item that may have `wanted` of them."""
         return min(wanted, self._left)
 
     def take(self, num_bytes: int) -> None:
@@ -186,7 +189,7 @@ def naming(item: MediaItem) -> Iterator[None]:
         raise (MediaFieldError(item.place, f": {error}") if item.place else MediaError(str(error))) from None
 
 
-def named(content: Decoded, item: MediaItem) -> Decoded:
+def name_content(content: Decoded, item: MediaItem) -> Decoded:
     """The content under a caller's name, if it has one."""
     return Decoded(content.kind, content.data, uuid=item.uuid) if item.uuid else content
 

@@ -7,7 +7,7 @@ import stat
 from contextlib import ExitStack
 from pathlib import Path
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 
 # One text for all reasons: a client does not learn which files exist outside of the folder.
 NOT_READABLE = "a file: URL must name a readable file below the server's --allowed-local-media-path"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pagewire.frontend.media.errors import MediaError, MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
+from pagewire.frontend.media.keys import MediaError, MediaFieldError
 from pagewire.frontend.media.limits import MAX_PIXELS, MAX_SIDE
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.codec import Tensor
@@ -30,8 +30,8 @@ def item_of(kind: str, value: Any, info: MediaInfo, place: str, uuid: str = "") 
     if isinstance(value, bytes | bytearray):
         return MediaItem(kind, data=bytes(value), uuid=uuid, place=place)
     if kind == "audio":
-        return sound_of(value, info, place, uuid)
-    if (embeddings := embeddings_of(value, info, place)) is not None:
+        return read_sound_object(value, info, place, uuid)
+    if (embeddings := media_embeddings(value, info, place)) is not None:
         return Decoded(kind, embeddings, embeddings=True, uuid=uuid, place=place)
     return Decoded(kind, picture_of(value, place), uuid=uuid, place=place)
 
@@ -46,7 +46,7 @@ def picture_of(value: Any, place: str) -> Tensor:
     array = array_of(value)
     shape = () if array is None else tuple(array.shape)
     if array is None or str(array.dtype) != "uint8" or len(shape) != 3 or 3 not in (shape[0], shape[2]):
-        raise MediaFieldError(place, f"must be {PICTURES}; got {described(value, array)}")
+        raise MediaFieldError(place, f"must be {PICTURES}; got {describe_value(value, array)}")
     if shape[2] != 3:  # [3, height, width]
         array = array.transpose(1, 2, 0)
     check_pixels(array.shape[0], array.shape[1], place)
@@ -59,7 +59,7 @@ def check_pixels(height: int, width: int, place: str) -> None:
         raise MediaFieldError(place, f": a picture may have {MAX_PIXELS} pixels, and {MAX_SIDE} a side")
 
 
-def sound_of(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | Decoded:
+def read_sound_object(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | Decoded:
     """Samples with their rate, or at the engine's; where sounds are decoded, they are resampled.
 
     Raises:
@@ -71,14 +71,14 @@ def sound_of(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | 
         samples, rate = value
     array = array_of(samples)
     if array is None or array.dtype.kind != "f" or len(array.shape) != 1 or not array.shape[0]:
-        raise MediaFieldError(place, f"must be {SOUNDS}; got {described(samples, array)}")
+        raise MediaFieldError(place, f"must be {SOUNDS}; got {describe_value(samples, array)}")
     if not hasattr(rate, "__int__") or isinstance(rate, str) or rate < 1 or rate != int(rate):
         raise MediaFieldError(place, ": the number of samples a second must be a positive integer")
     data = array.astype("<f4").tobytes()
     return MediaItem("audio", data=data, samples=int(rate), uuid=uuid, place=place)
 
 
-def embeddings_of(value: Any, info: MediaInfo, place: str) -> Tensor | None:
+def media_embeddings(value: Any, info: MediaInfo, place: str) -> Tensor | None:
     """Embeddings in place of a picture, float [number of tokens, E] or [1, ...]; None if it is something else.
 
     Raises:
@@ -112,8 +112,8 @@ def array_of(value: Any) -> Any:
     return None
 
 
-def described(value: Any, array: Any) -> str:
-    """What a value is, for errors."""
+def describe_value(value: Any, array: Any) -> str:
+    """A description of a value, for errors."""
     if array is None:
         return quoted(type(value).__name__)
     return f"an array of {array.dtype} {quoted(list(array.shape))}"

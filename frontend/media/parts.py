@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire.frontend.media.errors import MediaError, MediaFieldError
 from pagewire.frontend.media.items import Decoded, MediaItem
+from pagewire.frontend.media.keys import MediaError, MediaFieldError
 from pagewire.frontend.media.objects import item_of
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.media import MediaInfo
@@ -41,7 +41,7 @@ MAX_SIDES = {"auto": 0, "high": 0, "low": 512}
 NAMES = {"image": "pictures", "audio": "sounds"}
 
 
-def refusal(kind: str) -> str:
+def media_refusal(kind: str) -> str:
     """Why a model that takes only text is not given a part of this type."""
     if kind in NOT_TAKEN:
         return f"the model takes no {NOT_TAKEN[kind]}"
@@ -70,7 +70,7 @@ def take_media(
         for number, part in enumerate(content):
             if is_media(part):
                 place = place_of(part) or f"messages[{index}].content[{number}]"
-                kind = check_kind(part["type"], info, counts, place)
+                kind = check_media_kind(part["type"], info, counts, place)
                 items.append(read_part(part, kind, info, place))
                 part = {"type": kind}
             parts.append(part)
@@ -90,7 +90,7 @@ def place_of(part: dict[str, Any]) -> str:
     return item.place if isinstance(item, MediaItem) else ""
 
 
-def check_kind(name: str, info: MediaInfo | None, counts: dict[str, int], place: str) -> str:
+def check_media_kind(name: str, info: MediaInfo | None, counts: dict[str, int], place: str) -> str:
     """The kind of media of a part, which is counted. name: its type.
 
     Raises:
@@ -98,7 +98,7 @@ def check_kind(name: str, info: MediaInfo | None, counts: dict[str, int], place:
     """
     kind = KINDS.get(name, "")
     if info is None or kind not in info.kinds:
-        raise MediaFieldError(place, f": {refusal(name)}; got a part of type {quoted(name)}")
+        raise MediaFieldError(place, f": {media_refusal(name)}; got a part of type {quoted(name)}")
     counts[kind] = counts.get(kind, 0) + 1
     if counts[kind] > info.kinds[kind].limit:
         raise too_many(kind, info)

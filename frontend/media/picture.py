@@ -7,7 +7,7 @@ from importlib import import_module
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.limits import MAX_PIXELS, MAX_SIDE
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ def decode_picture(data: bytes, max_side: int = 0) -> tuple[tuple[int, ...], byt
     check_webp_size(data)
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as picture:
-            check_size(*picture.size)
+            check_picture_size(*picture.size)
             picture.load()
-            check_size(*picture.size)
+            check_picture_size(*picture.size)
             rgb = upright(picture).convert("RGB")
             if max_side:
                 rgb.thumbnail((max_side, max_side))
             return (rgb.height, rgb.width, 3), rgb.tobytes()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise too_large() from None
+        raise picture_too_large() from None
     except UnidentifiedImageError:
         raise MediaError(f"a picture has none of the formats {NAMED}") from None
     except MemoryError:
@@ -73,7 +73,7 @@ def upright(picture: Image.Image) -> Image.Image:
         return picture
 
 
-def check_size(width: int, height: int) -> None:
+def check_picture_size(width: int, height: int) -> None:
     """Check the size that a picture says it has, before it is decoded.
 
     Raises:
@@ -82,10 +82,10 @@ def check_size(width: int, height: int) -> None:
     if width < 1 or height < 1:
         raise MediaError("a picture is damaged or truncated")
     if width > MAX_SIDE or height > MAX_SIDE or width * height > MAX_PIXELS:
-        raise too_large()
+        raise picture_too_large()
 
 
-def too_large() -> MediaError:
+def picture_too_large() -> MediaError:
     """The error for a picture of too many pixels."""
     return MediaError(f"a picture may have {MAX_PIXELS} pixels, and {MAX_SIDE} a side: scale it down")
 
@@ -94,4 +94,4 @@ def check_webp_size(data: bytes) -> None:
     """Check the canvas of a WebP file: its decoder allocates it when the file is opened. Raises MediaError."""
     if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and len(data) >= 30:
         width, height = (1 + int.from_bytes(data[start : start + 3], "little") for start in (24, 27))
-        check_size(width, height)
+        check_picture_size(width, height)

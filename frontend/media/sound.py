@@ -6,7 +6,7 @@ from importlib import import_module
 from io import BytesIO
 from typing import TYPE_CHECKING, TypeAlias
 
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.limits import (
     MAX_CHANNELS,
     MAX_LOUDNESS,
@@ -52,7 +52,7 @@ def decode_sound(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
         with soundfile.SoundFile(BytesIO(data)) as file:
             if file.format not in FORMATS:
                 raise MediaError(f"a sound has none of the formats {NAMED}")
-            check_length(file.frames, file.samplerate, file.channels)
+            check_sound_length(file.frames, file.samplerate, file.channels)
             samples, own_rate = mono(file), file.samplerate
     except MemoryError:
         raise
@@ -60,7 +60,7 @@ def decode_sound(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
         raise
     except Exception:  # of any type, by what is wrong with its bytes
         raise MediaError("a sound is damaged or truncated") from None
-    return packed(resampled(samples, own_rate, rate))
+    return pack_samples(resample_sound(samples, own_rate, rate))
 
 
 def convert_samples(data: bytes, own_rate: int, rate: int) -> tuple[tuple[int, ...], bytes]:
@@ -68,8 +68,8 @@ def convert_samples(data: bytes, own_rate: int, rate: int) -> tuple[tuple[int, .
     import numpy as np
 
     samples = np.frombuffer(data, "<f4").astype(np.float32)
-    check_length(len(samples), own_rate, 1)
-    return packed(resampled(samples, own_rate, rate))
+    check_sound_length(len(samples), own_rate, 1)
+    return pack_samples(resample_sound(samples, own_rate, rate))
 
 
 def is_known(data: bytes) -> bool:
@@ -80,7 +80,7 @@ def is_known(data: bytes) -> bool:
     return wav or mp3 or head[:4] in (b"fLaC", b"OggS")
 
 
-def check_length(num_frames: int, rate: int, num_channels: int) -> None:
+def check_sound_length(num_frames: int, rate: int, num_channels: int) -> None:
     """Check the sizes that a sound says it has, before it is decoded.
 
     Raises:
@@ -103,7 +103,9 @@ def mono(file: soundfile.SoundFile) -> Samples:
     for block in file.blocks(BLOCK, dtype="float32", always_2d=True):
         blocks.append(block[:, 0].copy() if file.channels == 1 else block.mean(axis=1, dtype=np.float32))
         num_frames += len(block)
-        check_length(num_frames, file.samplerate, file.channels)  # a header may name fewer than there are
+        check_sound_length(
+            num_frames, file.samplerate, file.channels
+        )  # a header may name fewer than there are
     if num_frames == 0:
         raise MediaError("a sound has no samples")
     if num_frames < file.frames:
@@ -111,7 +113,7 @@ def mono(file: soundfile.SoundFile) -> Samples:
     return np.concatenate(blocks)
 
 
-def resampled(samples: Samples, own_rate: int, rate: int) -> Samples:
+def resample_sound(samples: Samples, own_rate: int, rate: int) -> Samples:
     """Samples [n] at another rate; rate 0: at their own."""
     import numpy as np
     import soxr
@@ -126,7 +128,7 @@ def resampled(samples: Samples, own_rate: int, rate: int) -> Samples:
     return fitted
 
 
-def packed(samples: Samples) -> tuple[tuple[int, ...], bytes]:
+def pack_samples(samples: Samples) -> tuple[tuple[int, ...], bytes]:
     """The shape and the bytes of samples, which are checked. Raises MediaError."""
     import numpy as np
 

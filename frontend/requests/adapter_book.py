@@ -8,7 +8,7 @@ from typing import Any
 
 from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-from pagewire.ipc.bounds import converted
+from pagewire.ipc.bounds import convert_value
 from pagewire.ipc.digest import sha256_of
 from pagewire.ipc.errors import FieldTypeError, FieldValueError
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
@@ -59,7 +59,7 @@ class AdapterBook:
             return digest in self._tokenizers
 
     def source(self, lora_request: LoRARequest) -> AdapterSource:
-        """What the core gets to know of an adapter. Raises: as `use`."""
+        """The name and place of an adapter, as the core gets them. Raises: as `use`."""
         if not isinstance(lora_request, LoRARequest):
             raise FieldTypeError("lora_request", f"must be a LoRARequest, got {type(lora_request).__name__}")
         if self._info.lora is None:
@@ -76,7 +76,7 @@ class AdapterBook:
             folder = self._folder(lora_request.lora_path)
             path, version = str(folder), adapter_version(folder)
         fields = (lora_request.lora_name, lora_request.lora_int_id, path, version)
-        source: AdapterSource = converted("lora_request", fields, AdapterSource)
+        source: AdapterSource = convert_value("lora_request", fields, AdapterSource)
         return source
 
     @property
@@ -89,7 +89,7 @@ class AdapterBook:
         if folder is None or not folder.is_dir():
             folder = adapter_folder(name, token=self._token, cache_dir=self._cache_dir)
             with self._lock:
-                limit(self._folders)
+                forget_oldest(self._folders)
                 self._folders[name] = folder
         return folder
 
@@ -101,7 +101,7 @@ class AdapterBook:
         if digest is None:
             digest = b"" if self._info.skip_tokenizer_init else self._digest(folder)
             with self._lock:
-                limit(self._digests)
+                forget_oldest(self._digests)
                 self._digests[key] = digest
         with self._lock:
             if digest in self._tokenizers:
@@ -131,7 +131,7 @@ class AdapterBook:
         return tokenizer
 
 
-def limit(table: dict[Any, Any]) -> None:
+def forget_oldest(table: dict[Any, Any]) -> None:
     """Forget the oldest entry of a table that is full."""
     if len(table) >= MAX_FOLDERS:
         del table[next(iter(table))]

@@ -202,7 +202,7 @@ def beam_steps(
     """
     step_params = one_token(params, len(ends), max_logprobs, edits)
     check_num_candidates(params, step_params.logprobs or 0)
-    rooms = [room_of(prompt, params, max_model_len) for prompt in prompts]
+    rooms = [beam_room(prompt, params, max_model_len) for prompt in prompts]
     searches = [
         Beams(prompt, params, ends, min(params.max_tokens, room))
         for prompt, room in zip(prompts, rooms, strict=True)
@@ -339,7 +339,7 @@ def check_num_candidates(params: BeamSearchParams, number: int) -> None:
         )
 
 
-def room_of(prompt: TokensPrompt, params: BeamSearchParams, max_model_len: int) -> int:
+def beam_room(prompt: TokensPrompt, params: BeamSearchParams, max_model_len: int) -> int:
     """Return the number of tokens that fit behind a prompt.
 
     Raises:

@@ -95,7 +95,7 @@ Answer: TypeAlias = ChoiceAnswer | YesOrNoAnswer | RatingAnswer
 
 
 class Decision(msgspec.Struct):
-    """What one question was answered with."""
+    """The answer to one question."""
 
     answer: Answer
     diagnostics: Diagnostics
@@ -119,7 +119,7 @@ class PreparedQuestion(NamedTuple):
 
     @property
     def params(self) -> tuple[SamplingParams, SamplingParams]:
-        """Of the read for the labels' shares, and of that for the likeliest label among all tokens."""
+        """The parameters of two reads: for the labels' shares, and for the likeliest label among all tokens."""
         ids = sorted(token_id for own in self.label_ids for token_id in own)
         shared: dict[str, Any] = {
             "max_tokens": 1,
@@ -132,7 +132,7 @@ class PreparedQuestion(NamedTuple):
         return shares, SamplingParams(temperature=0.0, logprobs=1, **shared)
 
     def decision(self, shares: RequestOutput, likeliest: RequestOutput) -> Decision:
-        """What the two reads say."""
+        """The decision by the two reads."""
         found = _logprobs(shares)
         by_name = {
             name: math.fsum(math.exp(found[token_id]) for token_id in ids)
@@ -145,7 +145,7 @@ class PreparedQuestion(NamedTuple):
         mass = min(1.0, math.exp(among_all[token_id] - found[token_id]))
         best = max(among_all, key=lambda each: (among_all[each], -each))
         is_label = any(best in ids for ids in self.label_ids)
-        return Decision(answer_of(self.question, probabilities, mass), Diagnostics(mass, is_label))
+        return Decision(make_answer(self.question, probabilities, mass), Diagnostics(mass, is_label))
 
 
 class AskedQuestion:
@@ -196,7 +196,7 @@ def _logprobs(output: RequestOutput) -> dict[int, float]:
     return {token_id: entry.logprob for token_id, entry in candidates.items()}
 
 
-def answer_of(question: Question, probabilities: dict[str, float], mass: float) -> Answer:
+def make_answer(question: Question, probabilities: dict[str, float], mass: float) -> Answer:
     """The answer to a question. mass: of all labels."""
     best = max(probabilities, key=lambda name: probabilities[name])
     confidence = probabilities[best] * mass
@@ -230,7 +230,7 @@ def answers_allowed(question: Question, tokenizer: Tokenizer) -> list[LabelledAn
     return [LabelledAnswer(str(level), (str(level),), name) for level, name in enumerate(question.criteria)]
 
 
-def template_variables(
+def decision_variables(
     tokenizer: Tokenizer, chat_template: str | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The variables of the chat template: those given, and no reasoning for a template that can begin with one.
@@ -270,7 +270,7 @@ def reads_of(prepared: Sequence[PreparedQuestion]) -> tuple[list[TokensPrompt], 
 
 
 def decisions_of(prepared: Sequence[PreparedQuestion], outputs: Sequence[RequestOutput]) -> list[Decision]:
-    """What was decided, given the outputs of `reads_of`."""
+    """The decisions, given the outputs of `reads_of`."""
     return [
         each.decision(*pair)
         for each, pair in zip(prepared, zip(outputs[::2], outputs[1::2], strict=True), strict=True)

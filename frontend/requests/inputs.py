@@ -7,41 +7,43 @@ Everything that the core would refuse is refused here, so that the exception is 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from pagewire.frontend import wiring
 from pagewire.frontend.media.keys import KEYS as MEDIA_KEYS
 from pagewire.frontend.media.keys import NOT_TAKEN, has_media
-from pagewire.frontend.requests.defaults import default_sampling_params
+from pagewire.frontend.requests.checked_params import (
+    CheckedParams,
+    check_params,
+    check_vocabulary,
+    fit_params,
+    truncate_tokens,
+)
 from pagewire.frontend.requests.embeds import EMBEDS_KEY, NO_TOKENS, check_embeds_params, embeddings_of
-from pagewire.frontend.requests.lora import UsedAdapter
-from pagewire.frontend.requests.prompt_adapters import PromptAdapter
+from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
+from pagewire.frontend.requests.prompt_adapters import PromptAdapter, PromptAdapterRequest
 from pagewire.frontend.requests.retention import KEY as RETENTION_KEY
 from pagewire.frontend.requests.retention import retention_of
-from pagewire.frontend.requests.sources import SourcedPrompt, SourceText, is_explicit, sourced
+from pagewire.frontend.requests.sources import SourcedPrompt, SourceText, is_explicit, make_sourced
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.prompts import PromptType
-from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.beams import MAX_CANDIDATES
-from pagewire.ipc.bounds import check_num_logprobs, check_string, meta_of, unknown_name
+from pagewire.ipc.bounds import check_string, meta_of, unknown_name
 from pagewire.ipc.compatibility import NAMES
-from pagewire.ipc.errors import Field, FieldTypeError, FieldValueError
-from pagewire.ipc.models.own_code import check_processors
+from pagewire.ipc.errors import FieldTypeError, FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_TOKENS
 from pagewire.ipc.wire.embeddings import PLACEHOLDER, check_encoded, check_media, media_of
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import EngineInfo, Request
-from pagewire.ipc.wire.params import Name, RequestOutputKind, SamplingParams, check_logit_edits, check_turn
+from pagewire.ipc.wire.params import Name, SamplingParams, check_turn
 from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, SourceInfo
-from pagewire.ipc.wire.thinking import ThinkingMarks
 
 if TYPE_CHECKING:
     from pagewire.frontend.media.items import Decoded
@@ -92,37 +94,20 @@ class MediaPlacer(Protocol):
 class Prepared(msgspec.Struct, frozen=True):
     """A request to be sent to the core, the text of its prompt, if known, and its adapter, if it has one.
 
+    tokenizer: makes text of its output; None: nothing does.
     num_virtual_tokens: tokens of a prompt adapter or a source before the prompt, which outputs do not show.
     source: what the encoder of an encoder-decoder reads.
     """
 
     request: Request
     prompt_text: str | None
+    tokenizer: Tokenizer | None = None
     adapter: UsedAdapter | None = None
     num_virtual_tokens: int = 0
     source: SourceText | None = None
 
 
-class CheckedParams(msgspec.Struct, frozen=True):
-    """Sampling parameters that an engine takes, completed; made by `Intake.check`, and not changed any more.
-
-    stops: the search for their stop strings, so that it is made once for all prompts.
-    """
-
-    params: SamplingParams
-    stops: StopStrings | None
-
-
-def check_generates(info: EngineInfo) -> None:
-    """Refuse to generate with a model that pools; raises ValueError."""
-    if info.pooling is not None:
-        raise ValueError(
-            f"{info.served_model_names[0]} pools and does not generate: use encode, embed, classify, "
-            "score or reward, or start the engine with runner='generate'"
-        )
-
-
-def check_place(info: EngineInfo, request_id: str, priority: int, age: float) -> None:
+def check_request_place(info: EngineInfo, request_id: str, priority: int, age: float) -> None:
     """Check what a request of any kind has beside its prompt and its parameters.
 
     Raises:
@@ -147,6 +132,7 @@ class Intake:
         salt: makes this frontend's default seeds differ from those of others on the same engine. With the same
             engine seed and salt, the same requests in the same order get the same seeds.
         media: puts pictures and sounds into prompts; None: the engine takes none.
+        hub: token and cache folder, with which adapters are downloaded.
     """
 
     def __init__(
@@ -155,34 +141,39 @@ class Intake:
         tokenizer: Tokenizer | None,
         salt: int = 0,
         media: MediaPlacer | None = None,
+        hub: tuple[Any, Any] = (None, None),
     ) -> None:
         self.info, self.tokenizer, self.media = info, tokenizer, media
-        self._salt = salt
-        self._count = itertools.count()
+        self._salt, self._hub = salt, hub
+        self._num_seeds = itertools.count()
+        self._keys = itertools.count()
 
     def prepare(
         self,
         prompt: PromptType,
         params: SamplingParams | CheckedParams | None,
         request_id: str,
-        key: int,
         priority: int = 0,
         age: float = 0.0,
-        adapter: UsedAdapter | None = None,
-        prompt_adapter: PromptAdapter | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> Prepared:
         """Check one prompt and its parameters (None: the model's defaults), and make the request.
 
-        age: seconds since the request arrived. adapter: that it runs with. prompt_adapter: to put before the
-            prompt.
+        age: seconds since the request arrived. lora_request: the adapter that it runs with.
+        prompt_adapter_request: embeddings to put before the prompt.
 
         The parameters are copied, but for checked ones, which requests may share. `max_tokens` is limited to the
         room that the prompt leaves in `max_model_len`.
 
         Raises:
-            ValueError, TypeError: the prompt or a parameter is invalid or not supported.
+            ValueError, TypeError: the prompt, a parameter or an adapter is invalid or not supported.
         """
-        check_place(self.info, request_id, priority, age)
+        adapter, prompt_adapter = (
+            self.find_adapter(lora_request),
+            self._prompt_adapter(prompt_adapter_request),
+        )
+        check_request_place(self.info, request_id, priority, age)
         checked = params if isinstance(params, CheckedParams) else self.check(params)
         params = checked.params
         source: SourceText | None = None
@@ -199,10 +190,10 @@ class Intake:
             content, text = self._content(prompt, params, adapter)
         if prompt_adapter is not None:
             content = prompt_adapter.before(content)
-        params = self._fit(params, content)
+        params = fit_params(params, content, self.info)
         return Prepared(
             Request(
-                key=key,
+                key=self.next_key(),
                 request_id=request_id,
                 prompt=content,
                 task=params,
@@ -211,10 +202,11 @@ class Intake:
                 priority=priority,
                 age=age,
                 adapter=None if adapter is None else adapter.source,
-                output_token_ids=generated(prompt),
+                output_token_ids=generated_tokens(prompt),
                 retention=retention_of(prompt),
             ),
             text,
+            self._tokenizer_of(adapter),
             adapter,
             num_virtual_tokens,
             source,
@@ -229,7 +221,7 @@ class Intake:
         if params.prompt_logprobs is not None:
             raise FieldValueError("prompt_logprobs", NO_PROMPT_LOGPROBS)
         salt = None if is_explicit(prompt) else salt_of(prompt)
-        return sourced(prompt, info, self.info.block_size, self._part, partial(self._hear, salt), salt)
+        return make_sourced(prompt, info, self.info.block_size, self._part, partial(self._hear, salt), salt)
 
     def _hear(self, salt: str | None, prompt: Mapping[str, Any]) -> list[Decoded]:
         assert self.media is not None  # an engine that hears takes sounds
@@ -253,7 +245,7 @@ class Intake:
                     "truncate_prompt_tokens", "does not go with pictures and sounds, which are whole"
                 )
             return self.with_media(token_ids, prompt), text
-        token_ids = truncated(token_ids, params, self.info.max_model_len)
+        token_ids = truncate_tokens(token_ids, params, self.info.max_model_len)
         content = Prompt(token_ids, cache_salt=salt_of(prompt))
         if self.media is not None:
             check_encoded(content, self.media.info)  # no place of a picture without one
@@ -326,7 +318,7 @@ class Intake:
     def _encode(
         self, text: str, truncates: bool, adapter: UsedAdapter | None, special: bool, salt: str | None
     ) -> list[int]:
-        tokenizer = self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
+        tokenizer = self._tokenizer_of(adapter)
         if tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
         try:
@@ -349,69 +341,66 @@ class Intake:
         return ids
 
     def check(self, params: SamplingParams | None) -> CheckedParams:
-        """Return a checked copy of parameters (None: the model's defaults), completed for `prepare`.
+        """Check parameters (None: the model's defaults) once for many prompts; see `check_params`."""
+        return check_params(params, self.info, self.tokenizer, self.eos_token_id)
 
-        It is completed from the model's config and the tokenizer, and good for any number of prompts.
+    # -------------------------------------------------------------- tokenizers and adapters
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer, of pagewire or of transformers, for new requests.
 
         Raises:
-            ValueError, TypeError: a parameter is invalid or not supported.
+            TypeError: `tokenizer` is not a tokenizer.
         """
-        check_generates(self.info)
-        if params is None:
-            params = default_sampling_params(self.info)
-        elif isinstance(params, SamplingParams):
-            params = params.clone()
-        else:
-            raise FieldTypeError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            check_vocabulary(name, getattr(params, name) or (), self.info.vocab_size)
-        if (params.best_of or 0) > params.n and not params.use_beam_search:
-            choose_among(params)
-        if params.n > self.info.max_n:
-            raise FieldValueError("n", f"={params.n} is over this engine's limit of {self.info.max_n}")
-        check_processors(params.logits_processors or (), self.info.logits_processors)
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(name, getattr(params, name), params.processed_logprobs)
-        if params.stop_strings and self.tokenizer is None:
-            raise FieldValueError("stop", "strings need a tokenizer: they are searched for in the text")
-        if params.bad_words:
-            if self.tokenizer is None:
-                raise FieldValueError("bad_words", "need a tokenizer")
-            words = [ids for word in params.bad_words for ids in spellings(self.tokenizer, word)]
-            params.bad_words_token_ids = words + (params.bad_words_token_ids or [])
-            check_logit_edits(params.n, params.num_logit_edits)
-        if params.thinking_token_budget is not None:
-            params.thinking = in_tokens(params.thinking or ThinkingMarks(), self.tokenizer)
-        for ids in params.bad_words_token_ids or ():
-            check_vocabulary("bad_words", ids, self.info.vocab_size)
-        params.update_from_generation_config(self.info.generation_config, self.eos_token_id)
-        return CheckedParams(params, shared_stops(params))
+        self.tokenizer = wiring.from_programs(tokenizer)
 
-    def _check_logprobs(self, name: str, number: int | None, processed: bool) -> None:
-        most = self.info.max_logprobs
-        if processed and most != -1:
-            most = max(most, MAX_CANDIDATES)
-        check_num_logprobs(name, number, most, self.info.vocab_size)
+    def tokenizer_for(self, lora_request: LoRARequest | None) -> Tokenizer | None:
+        """The tokenizer of an adapter, which is the model's if it has none of its own.
 
-    def _fit(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Return the parameters with a `max_tokens` that has room; raise ValueError if there is too little."""
-        num_prompt_tokens, limit = len(prompt.token_ids), self.info.max_len_of(prompt)
-        room = limit - num_prompt_tokens
-        if room < 1:
-            raise ContextLengthError(
-                limit,
-                f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one",
-            )
-        if params.min_tokens > room:
-            raise FieldValueError(
-                "min_tokens",
-                f"={params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves room for "
-                f"{room}: max_model_len is {limit}",
-            )
-        if params.max_tokens is None or params.max_tokens > room:
-            params = copy.copy(params)
-            params.max_tokens = room
-        return params
+        Raises:
+            ValueError, TypeError: no such adapter.
+        """
+        return self._tokenizer_of(self.find_adapter(lora_request))
+
+    def token_ids(
+        self, prompt: PromptType, truncates: bool = False, lora_request: LoRARequest | None = None
+    ) -> list[int]:
+        """The token ids of a prompt. truncates: it will be truncated, so it may be longer than the model takes.
+
+        Raises:
+            ValueError, TypeError: a bad prompt, or no such adapter.
+        """
+        return self.tokenize(prompt, truncates, self.find_adapter(lora_request))[0]
+
+    def find_adapter(self, lora_request: LoRARequest | None) -> UsedAdapter | None:
+        """The adapter of a request, as `AdapterBook.use`; None for none."""
+        used: UsedAdapter | None = None if lora_request is None else self.adapters.use(lora_request)
+        return used
+
+    def knows_adapter(self, lora_request: LoRARequest | None) -> bool:
+        """True if `find_adapter` has nothing to download or load."""
+        return lora_request is None or bool(self.adapters.knows(lora_request))
+
+    @cached_property
+    def adapters(self) -> Any:
+        """The `AdapterBook` of the session, opened with the first adapter."""
+        return wiring.AdapterBook(self.info, *self._hub)
+
+    @cached_property
+    def prompt_adapters(self) -> Any:
+        """The prompt adapters that were read: `PromptAdapters`, opened with the first one."""
+        return wiring.PromptAdapters(self.info.embeddings)
+
+    def _prompt_adapter(self, request: PromptAdapterRequest | None) -> PromptAdapter | None:
+        found: PromptAdapter | None = None if request is None else self.prompt_adapters.get(request)
+        return found
+
+    def _tokenizer_of(self, adapter: UsedAdapter | None) -> Tokenizer | None:
+        return self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
+
+    def next_key(self) -> int:
+        """The key of the next request of this session."""
+        return next(self._keys)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -423,7 +412,7 @@ class Intake:
     def _seed(self) -> int:
         """Return the next default seed, in [0, 2**63)."""
         state = 0
-        for part in (self.info.seed, self._salt, next(self._count)):
+        for part in (self.info.seed, self._salt, next(self._num_seeds)):
             state = splitmix64(state ^ (part & MASK))
         return state >> 1
 
@@ -450,34 +439,6 @@ def prompts_of(prompts: Any) -> list[PromptType]:
     return parts
 
 
-def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
-    """Return one SamplingParams per prompt, given one for all or a list.
-
-    Raises:
-        ValueError: the list has another length than the prompts. TypeError: a value is not SamplingParams.
-    """
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
-        raise FieldTypeError(
-            "sampling_params", f"must be SamplingParams or a list of them, got {quoted(params)}"
-        )
-    if len(params) != num_prompts:
-        raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
-    return list(params)
-
-
-def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """Return the last `truncate_prompt_tokens` tokens; for -1, what leaves room for `max_tokens` (at least 1)."""
-    keep = params.truncate_prompt_tokens
-    if keep is None:
-        return token_ids
-    if keep == -1:
-        max_tokens = 1 if params.max_tokens is None else params.max_tokens
-        keep = max(1, max_model_len - max_tokens)
-    return token_ids[-keep:]
-
-
 def check_keys(prompt: Mapping[str, Any], takes_media: bool = False) -> None:
     """Check the keys of a prompt; those of features that are not supported may hold None or an empty value.
 
@@ -496,37 +457,10 @@ def check_keys(prompt: Mapping[str, Any], takes_media: bool = False) -> None:
             raise FieldValueError(name, f": {reason}")
 
 
-def generated(prompt: Any) -> list[list[int]] | None:
+def generated_tokens(prompt: Any) -> list[list[int]] | None:
     """The tokens that a prompt's output goes on with, as a request has them; None if it begins."""
     token_ids = prompt.get(GENERATED) if isinstance(prompt, Mapping) else None
     return None if token_ids is None else [list(token_ids)]
-
-
-def in_tokens(marks: ThinkingMarks, tokenizer: Tokenizer | None) -> ThinkingMarks:
-    """Return marks with their tokens.
-
-    Raises:
-        ValueError: there is no tokenizer, or the closing mark is several tokens.
-    """
-    if tokenizer is None:
-        raise FieldValueError("thinking_token_budget", "needs a tokenizer")
-    opening, closing = tokenizer.encode_batch([marks.open, marks.close], add_special_tokens=False)
-    if len(closing) != 1:
-        raise FieldValueError(
-            "thinking_token_budget",
-            f": {quoted(marks.close)} is {len(closing)} tokens of this model, and only a mark "
-            "that is one token can be told from other text for sure; limit ",
-            Field("max_tokens"),
-            " instead",
-        )
-    return msgspec.structs.replace(marks, open_ids=opening, close_id=closing[0])
-
-
-def choose_among(params: SamplingParams) -> None:
-    """Make parameters generate `best_of` outputs, of which n are returned once all have ended."""
-    params.num_returned, params.n = params.n, params.best_of or params.n
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    params.logprobs = params.logprobs or 0
 
 
 def salt_of(prompt: PromptType) -> str | None:
@@ -539,28 +473,6 @@ def salt_of(prompt: PromptType) -> str | None:
     if salt == "":
         raise FieldValueError("cache_salt", "must not be empty")
     return None if salt is None else check_string("cache_salt", salt, NAME)
-
-
-def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
-    """Return the distinct tokenizations of a word: at the start of a text, after a space, and within a line."""
-    word = word.lstrip() or word
-    newline, line = tokenizer.encode_batch(["\n", "\n" + word], add_special_tokens=False)
-    variants = tokenizer.encode_batch([word, " " + word], add_special_tokens=False)
-    if line[: len(newline)] == newline:
-        variants.append(line[len(newline) :])
-    return [ids for i, ids in enumerate(variants) if ids and ids not in variants[:i]]
-
-
-def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Check that all token ids are in [0, vocab_size). name: what has these ids, for the message.
-
-    Raises:
-        ValueError: an id is not.
-    """
-    ids = token_ids if isinstance(token_ids, list) else list(token_ids)
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise FieldValueError(name, f"has token id {wrong}, outside the vocabulary of {vocab_size}")
 
 
 def is_int(value: Any) -> bool:

@@ -111,7 +111,7 @@ class PromptAdapters:
 
 
 def signature(path: Path) -> tuple[int, int, int]:
-    """What changes when a file is replaced or written. Raises OSError."""
+    """A value that changes when a file is replaced or written. Raises OSError."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -125,7 +125,7 @@ def read_adapter(folder: Path, info: EmbeddingsInfo) -> Tensor:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"there is no {CONFIG} in {str(folder)!r}")
     config = read_json(folder / CONFIG)
-    check_config(config)
+    check_prompt_config(config)
     path = folder / WEIGHTS
     if not path.is_file():
         reason = f"there is no {WEIGHTS} in {str(folder)!r}"
@@ -151,7 +151,7 @@ def read_adapter(folder: Path, info: EmbeddingsInfo) -> Tensor:
     return embeddings
 
 
-def check_config(config: dict[str, Any]) -> None:
+def check_prompt_config(config: dict[str, Any]) -> None:
     """Check that the settings of an adapter are those of embeddings before a prompt; raises ValueError."""
     kind, task = config.get("peft_type"), config.get("task_type")
     if kind not in LEARNED_PROMPTS:

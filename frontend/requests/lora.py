@@ -6,12 +6,10 @@ LoRARequest --AdapterBook.use--> UsedAdapter (AdapterSource, tokenizer) --> Requ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from pagewire.frontend import wiring
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_int
 from pagewire.ipc.compatibility import KnowsArguments
@@ -83,31 +81,6 @@ class UsedAdapter(msgspec.Struct, frozen=True):
     source: AdapterSource
     tokenizer: Tokenizer | None
     num_extra_tokens: int
-
-
-class SessionAdapters:
-    """The adapters of a session. What finds their files is opened with the first one; see `AdapterBook`."""
-
-    def __init__(self, *options: Any) -> None:
-        self._options = options
-
-    @cached_property
-    def _book(self) -> Any:
-        return wiring.AdapterBook(*self._options)
-
-    def use(self, lora_request: LoRARequest | None) -> UsedAdapter | None:
-        """As `AdapterBook.use`; None for none."""
-        used: UsedAdapter | None = None if lora_request is None else self._book.use(lora_request)
-        return used
-
-    def knows(self, lora_request: LoRARequest | None) -> bool:
-        """As `AdapterBook.knows`; True for none."""
-        return lora_request is None or bool(self._book.knows(lora_request))
-
-    def source(self, lora_request: LoRARequest) -> AdapterSource:
-        """As `AdapterBook.source`."""
-        source: AdapterSource = self._book.source(lora_request)
-        return source
 
 
 def for_each(lora_request: Any, num_prompts: int) -> list[LoRARequest | None]:

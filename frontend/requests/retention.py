@@ -1,4 +1,4 @@
-"""What a prompt says of how long its prefix is to stay cached."""
+"""Wishes in prompts that their prefixes stay cached, and how long."""
 
 from __future__ import annotations
 

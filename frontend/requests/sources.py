@@ -27,7 +27,7 @@ ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
 
 
 class SourceText(msgspec.Struct, frozen=True):
-    """What an encoder reads, as outputs show it. text: None if it was given as token ids, or is a sound."""
+    """The source of an encoder, as outputs show it. text: None if it was given as token ids, or is a sound."""
 
     token_ids: list[int]
     text: str | None
@@ -51,7 +51,7 @@ def is_explicit(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and (ENCODER in prompt or DECODER in prompt)
 
 
-def sourced(
+def make_sourced(
     prompt: Any, info: SourceInfo, block_size: int, tokenize: Tokenize, hear: Hear, salt: str | None
 ) -> SourcedPrompt:
     """A prompt of an encoder-decoder.
@@ -59,11 +59,11 @@ def sourced(
     Raises:
         ValueError, TypeError: a part is missing, too long or of another kind than the model takes.
     """
-    encoder, decoder = parts_of(prompt, info)
+    encoder, decoder = source_parts(prompt, info)
     ids, text = start_of(decoder, info, tokenize)
     target = Prompt(ids, cache_salt=salt)
     if info.kind == SOUND:
-        sound = sound_of(encoder, info, hear)
+        sound = source_sound(encoder, info, hear)
         source = sound_source(sound.data, info, block_size, sound.excerpt)
         return SourcedPrompt(with_source(source, [], target), SourceText([], None), text)
     if encoder is None:
@@ -78,8 +78,8 @@ def sourced(
     return SourcedPrompt(with_source(source, source_ids, target), SourceText(source_ids, source_text), text)
 
 
-def parts_of(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
-    """What the encoder and the decoder get; None: nothing."""
+def source_parts(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
+    """The prompts of the encoder and of the decoder; None: there is none."""
     if is_explicit(prompt):
         unknown = set(prompt) - {ENCODER, DECODER, "mm_processor_kwargs"}
         if unknown or prompt.get("mm_processor_kwargs"):
@@ -105,7 +105,7 @@ def start_of(prompt: Any, info: SourceInfo, tokenize: Tokenize) -> tuple[list[in
     return ids if begins else [info.start_ids[0], *ids], text
 
 
-def sound_of(prompt: Any, info: SourceInfo, hear: Hear) -> Decoded:
+def source_sound(prompt: Any, info: SourceInfo, hear: Hear) -> Decoded:
     """The sound of a prompt at the engine's sampling rate, float32 [samples].
 
     Raises:

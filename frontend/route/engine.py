@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagewire.frontend.client import AsyncLLM, MediaAccess, Owner, Session
+from pagewire.frontend.client import AsyncLLM, MediaAccess, Owner, Session, intake_opener, own_salt
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.placement import Policy
-from pagewire.frontend.route.places import running
+from pagewire.frontend.route.places import running_place
 from pagewire.frontend.route.replica import CorePlace
 
 
-def routed(
+def open_router(
     places: Sequence[CorePlace],
     *,
     patience: float = 30.0,
     policy: Policy = "prefix",
-    place_at: Callable[[str], CorePlace] = running,
+    place_at: Callable[[str], CorePlace] = running_place,
     traces_endpoint: str | None = None,
     media_access: MediaAccess | None = None,
     **tokenizer_options: Any,
@@ -36,6 +35,5 @@ def routed(
     def connect(owner: Owner) -> Fleet:
         return Fleet(places, owner, patience=patience, policy=policy, place_at=place_at)
 
-    salt = int.from_bytes(os.urandom(7), "little")  # routers on the same cores must not draw the same seeds
-    session = Session(connect, traces_endpoint)
-    return AsyncLLM(session.with_tokenizer(None, salt, media_access or MediaAccess(), **tokenizer_options))
+    intake = intake_opener(None, own_salt(), media_access or MediaAccess(), **tokenizer_options)
+    return AsyncLLM(Session(connect, intake, traces_endpoint))

@@ -1,11 +1,11 @@
 """Several engine cores of the same model, which a session uses as if they were one.
 
-    OpenRequests --submit--> Fleet --> Dispatcher --> Replica 0 ... n --> CoreClient --> core
-                 <-deltas--       <----------------
+    Session --submit--> Fleet --> Dispatcher --> Replica 0 ... n --> CoreClient --> core
+            <-deltas--       <----------------
 
 A core that is lost is waited for at its place, and its requests go on elsewhere meanwhile; those that may have
-killed it are tried one by one first, on one core (`OpenRequests.core_attached`). One thread, the supervisor, sees
-to that. Locks are taken in this order: that of `OpenRequests`, the fleet's, that of a client.
+killed it are tried one by one first, on one core (`Session.core_attached`). One thread, the supervisor, sees
+to that. Locks are taken in this order: that of the `Session`, the fleet's, that of a client.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 from pagewire.frontend.client import CoreProcess, Owner
 from pagewire.frontend.route.dispatcher import Dispatcher, OneCore
-from pagewire.frontend.route.gathering import Answers, checked, gather, merged
+from pagewire.frontend.route.gathering import Answers, check_answer, gather, merge_answers
 from pagewire.frontend.route.members import Members, check_same
 from pagewire.frontend.route.metrics import router_rows
 from pagewire.frontend.route.placement import Policy
-from pagewire.frontend.route.places import running
+from pagewire.frontend.route.places import running_place
 from pagewire.frontend.route.replica import CorePlace, Replica, ReplicaState
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStoppedError
 from pagewire.ipc.wire.messages import Blocks, Deltas, EngineInfo, Request
@@ -57,7 +57,7 @@ class Fleet:
         *,
         patience: float = 30.0,
         policy: Policy = "prefix",
-        place_at: Callable[[str], CorePlace] = running,
+        place_at: Callable[[str], CorePlace] = running_place,
     ) -> None:
         self.members = Members(self, self._set_up)
         self._owner, self._patience, self._place_at = owner, patience, place_at
@@ -170,7 +170,7 @@ class Fleet:
         self.dispatcher.abort(keys, sequences)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a method of every core; the answers come as one (`gathering.merged`).
+        """Call a method of every core; the answers come as one (`gathering.merge_answers`).
 
         Raises:
             EngineDeadError: there is no core. And as `CoreClient.call`, if no core takes the call.
@@ -187,8 +187,8 @@ class Fleet:
                 error = lost
         if not calls:
             raise error or EngineDeadError("no engine core is up")
-        merge = self._all_metrics if method == "metrics" else partial(merged, method)
-        answer = gather(method, calls, lambda number, each: checked(method, called[number], each), merge)
+        merge = self._all_metrics if method == "metrics" else partial(merge_answers, method)
+        answer = gather(method, calls, lambda number, each: check_answer(method, called[number], each), merge)
         self.dispatcher.adapters.called(method, args, calls, answer)
         return answer
 

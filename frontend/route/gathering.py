@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from pagewire.frontend.route.metrics import relabelled
+from pagewire.frontend.route.metrics import relabel_rows
 from pagewire.frontend.route.replica import Replica
 from pagewire.ipc.errors import EngineDeadError, ProtocolError
 from pagewire.ipc.wire.calls import CALLS, HealthReport
@@ -96,7 +96,7 @@ class Gathering:
                 self.merged.set_exception(failure)
 
 
-def checked(method: str, replica: Replica, answer: Any) -> Any:
+def check_answer(method: str, replica: Replica, answer: Any) -> Any:
     """The answer of a core to a call, as it is merged with those of others.
 
     Raises:
@@ -104,7 +104,7 @@ def checked(method: str, replica: Replica, answer: Any) -> Any:
     """
     try:
         answer = CALLS[method].answer(answer) if method in CALLS else answer
-        return relabelled(answer, replica.number) if method == "metrics" else answer
+        return relabel_rows(answer, replica.number) if method == "metrics" else answer
     except ProtocolError as error:
         if method not in replica.wrong_answers:
             replica.wrong_answers.add(method)
@@ -112,8 +112,8 @@ def checked(method: str, replica: Replica, answer: Any) -> Any:
         raise
 
 
-def merged(method: str, answers: Answers) -> Any:
-    """What the answers of several cores to a call come to.
+def merge_answers(method: str, answers: Answers) -> Any:
+    """One answer made of those of several cores to a call.
 
     Lists are joined, truth values hold if they hold everywhere, numbers are added.
 

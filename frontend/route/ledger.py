@@ -9,7 +9,7 @@ from hashlib import sha256
 
 import msgspec
 
-from pagewire.frontend.route.placement import CoreLoad, Policy, choose, next_in_turn
+from pagewire.frontend.route.placement import CoreLoad, Policy, choose_core, next_in_turn
 from pagewire.frontend.route.prefix_index import PrefixIndex
 from pagewire.frontend.route.replica import Placement, Replica
 from pagewire.ipc.wire.block_names import prompt_names
@@ -22,7 +22,7 @@ MAX_BEGINNINGS = 1 << 13  # beginnings of prompts whose last core is remembered
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request makes a core do.
+    """The work that a request makes for a core.
 
     num_tokens: to compute or find cached, those generated before included. names: of its full blocks; none if it
         pools the states of all its tokens, for then it finds nothing cached, and may be many prompts at a time.
@@ -93,7 +93,7 @@ class Ledger:
         if self._policy == "round-robin":
             return by_number[next_in_turn(candidates, self._num_requests)]
         last = self._last.get(work.names[0]) if work.names else None
-        return by_number[choose(work.num_tokens, candidates, last)]
+        return by_number[choose_core(work.num_tokens, candidates, last)]
 
     def put(self, work: Work, replica: Replica, now: float) -> Placement:
         """Record that a request is sent to a core, and is no longer on another one."""

@@ -14,7 +14,7 @@ from pagewire.ipc.wire.messages import EngineInfo
 Row: TypeAlias = dict[str, Any]
 
 
-def relabelled(rows: list[Row], number: int) -> list[Row]:
+def relabel_rows(rows: list[Row], number: int) -> list[Row]:
     """The metrics of a core, with its number as their label `engine`.
 
     Raises:
@@ -30,12 +30,12 @@ def relabelled(rows: list[Row], number: int) -> list[Row]:
 def router_rows(dispatcher: Dispatcher, info: EngineInfo, replicas: Iterable[Replica]) -> Iterator[Row]:
     """The router's own counts for each core, in the form of a core's metrics."""
     for replica in replicas:
-        for kind, name, text, value in figures(dispatcher, replica):
+        for kind, name, text, value in router_figures(dispatcher, replica):
             labels = {"model_name": info.served_model_names[0], "engine": str(replica.number)}
             yield {"name": name, "type": kind, "documentation": text, "labels": labels, "value": value}
 
 
-def figures(dispatcher: Dispatcher, replica: Replica) -> Iterator[tuple[str, str, str, float]]:
+def router_figures(dispatcher: Dispatcher, replica: Replica) -> Iterator[tuple[str, str, str, float]]:
     """Type, name, description and value of each metric of a core."""
     up = replica.state is ReplicaState.UP
     yield "gauge", "pagewire:route_core_up", "1 while the core gets requests.", int(up)

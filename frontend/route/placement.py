@@ -35,12 +35,12 @@ class CoreLoad(NamedTuple):
 
 
 def cost(candidate: CoreLoad, num_tokens: int) -> int:
-    """What a prompt of `num_tokens` costs there, in tokens. At least one token is always computed."""
+    """The cost of a prompt of `num_tokens` there, in tokens. At least one token is always computed."""
     to_compute = max(1, num_tokens - candidate.num_cached)
     return to_compute + candidate.num_waiting + RUNNING_TOKENS * candidate.num_running
 
 
-def choose(num_tokens: int, candidates: Iterable[CoreLoad], last: int | None = None) -> int:
+def choose_core(num_tokens: int, candidates: Iterable[CoreLoad], last: int | None = None) -> int:
     """The core for a prompt of `num_tokens`. last: where the last request with the same beginning went.
 
     Raises:

@@ -15,7 +15,7 @@ CONNECT_SECONDS = 3.0  # for a core that runs to accept a connection; it may loa
 RESTARTS = 1 << 30  # of a spawned core: as often as it dies, after growing pauses
 
 
-def running(address: str, curve: CurveKeys | None = None, peer_uid: int | None = None) -> CorePlace:
+def running_place(address: str, curve: CurveKeys | None = None, peer_uid: int | None = None) -> CorePlace:
     """The place of a core that runs at an address; one that is lost is waited for there for ever.
 
     Raises:
@@ -28,7 +28,7 @@ def running(address: str, curve: CurveKeys | None = None, peer_uid: int | None =
     return CorePlace(address, source)
 
 
-def spawned(args: EngineArgs, number: int, num_cores: int) -> CorePlace:
+def spawned_place(args: EngineArgs, number: int, num_cores: int) -> CorePlace:
     """The place of one of several cores that are spawned here.
 
     Unless the options say otherwise, they divide the processors among themselves. With device "cuda", core i gets

@@ -21,7 +21,7 @@ PROOF_SECONDS = 10.0  # for a core that has greeted to answer a call, before it 
 
 
 class ReplicaState(Enum):
-    """What a router does with a core; the value is its name in answers and metrics."""
+    """The use that a router has for a core; the value is its name in answers and metrics."""
 
     JOINING = "joining"
     """It has not been reached yet."""

@@ -14,13 +14,13 @@ from pagewire.frontend.server.anthropic.models import (
     MessageModel,
     MessageModelPage,
     message_model,
-    page_of,
+    models_page,
 )
 from pagewire.frontend.server.anthropic.routes import check_version
-from pagewire.frontend.server.http.api_shapes import ANTHROPIC, shape_of
+from pagewire.frontend.server.http.api_shapes import ANTHROPIC, api_shape
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.http.query import Query, number
+from pagewire.frontend.server.http.query import Query, read_number
 from pagewire.frontend.server.openai.models import card, cards_of
 from pagewire.frontend.server.openai.protocol import ModelCard, ModelList
 from pagewire.frontend.server.serving.service import Services
@@ -38,15 +38,17 @@ def routes(services: Services) -> list[Operation]:
 
     async def list_models(request: Request) -> Response:
         cards = cards_of(services)
-        if shape_of(request.scope) is not ANTHROPIC:
+        if api_shape(request.scope) is not ANTHROPIC:
             return json_response(ModelList(cards))
         check_version(request.headers)
-        return json_response(page_of(cards, request.query_params, number(request, LIMIT, DEFAULT_LIMIT)))
+        return json_response(
+            models_page(cards, request.query_params, read_number(request, LIMIT, DEFAULT_LIMIT))
+        )
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["model"]
         found = found_card(services, name)
-        if shape_of(request.scope) is not ANTHROPIC:
+        if api_shape(request.scope) is not ANTHROPIC:
             return json_response(found)
         check_version(request.headers)
         return json_response(message_model(found))

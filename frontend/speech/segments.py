@@ -1,4 +1,4 @@
-"""What a window of 30 seconds says: the segments between its timestamps, and where the next window begins.
+"""The text of a window of 30 seconds: the segments between its timestamps, and where the next window begins.
 
 <|0.00|> Hello.<|2.40|><|2.40|> How are you?<|5.00|><|5.00|> I am
         segment                segment              cut off: the next window begins at 5.00

@@ -10,7 +10,7 @@ from pagewire.frontend.speech.segments import TranscriptionSegment
 def srt(segments: Sequence[TranscriptionSegment]) -> str:
     """The text of an .srt file."""
     return "".join(
-        f"{number}\n{clock(segment.start, ',')} --> {clock(segment.end, ',')}\n{line(segment)}\n\n"
+        f"{number}\n{clock(segment.start, ',')} --> {clock(segment.end, ',')}\n{subtitle_line(segment)}\n\n"
         for number, segment in enumerate(segments, 1)
     )
 
@@ -18,7 +18,7 @@ def srt(segments: Sequence[TranscriptionSegment]) -> str:
 def vtt(segments: Sequence[TranscriptionSegment]) -> str:
     """The text of a .vtt file."""
     cues = (
-        f"{clock(segment.start, '.')} --> {clock(segment.end, '.')}\n{line(segment)}\n\n"
+        f"{clock(segment.start, '.')} --> {clock(segment.end, '.')}\n{subtitle_line(segment)}\n\n"
         for segment in segments
     )
     return "WEBVTT\n\n" + "".join(cues)
@@ -31,6 +31,6 @@ def clock(seconds: float, mark: str) -> str:
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{milliseconds // 1000:02d}{mark}{milliseconds % 1000:03d}"
 
 
-def line(segment: TranscriptionSegment) -> str:
+def subtitle_line(segment: TranscriptionSegment) -> str:
     """The text of a segment in one line, without the arrow that stands between times."""
     return " ".join(segment.text.split()).replace("-->", "->")

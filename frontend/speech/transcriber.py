@@ -22,7 +22,7 @@ from pagewire.frontend.speech.segments import (
     compression_ratio,
     divide,
 )
-from pagewire.frontend.speech.transcript import DurationUsage, VerboseTranscription, joined
+from pagewire.frontend.speech.transcript import DurationUsage, VerboseTranscription, join_segments
 from pagewire.frontend.speech.vocabulary import SpeechVocabulary
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import FieldValueError
@@ -38,7 +38,7 @@ Generate = Callable[[Any, SamplingParams], Awaitable[CompletionOutput]]
 
 
 class TranscriptionParams(msgspec.Struct, frozen=True):
-    """What is made of a recording, and how. The thresholds and their defaults are those of openai/whisper.
+    """The parameters of a transcription. The thresholds and their defaults are those of openai/whisper.
 
     task: "transcribe", or "translate" into English. language: a code or a name; None: it is detected.
     prompt: text that stands before the first window, such as names to be spelled so.
@@ -119,7 +119,7 @@ class Transcriber:
         language = "en" if self.task == "translate" else await self.detect(recording)
         usage = DurationUsage(recording.seconds)
         return VerboseTranscription(
-            self.task, LANGUAGES[language], recording.seconds, joined(segments), segments, usage
+            self.task, LANGUAGES[language], recording.seconds, join_segments(segments), segments, usage
         )
 
     async def detect(self, recording: Recording) -> str:

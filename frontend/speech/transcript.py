@@ -13,7 +13,7 @@ TranscriptFormat: TypeAlias = Literal["json", "text", "srt", "verbose_json", "vt
 
 
 class DurationUsage(msgspec.Struct, tag="duration"):
-    """What a transcription is charged by: the seconds of the recording."""
+    """The usage of a transcription: the seconds of the recording."""
 
     seconds: float
 
@@ -50,6 +50,6 @@ class VerboseTranscription(msgspec.Struct):
         return vtt(self.segments) if form == "vtt" else self.text + "\n"
 
 
-def joined(segments: list[TranscriptionSegment]) -> str:
+def join_segments(segments: list[TranscriptionSegment]) -> str:
     """The text of segments, without space around it."""
     return "".join(segment.text for segment in segments).strip()

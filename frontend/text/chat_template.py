@@ -169,7 +169,7 @@ def render_chat(
 
 
 def warnings_of(rendered: Rendered) -> list[str]:
-    """What a conversation was rendered with, but without effect."""
+    """Warnings of values with which a conversation was rendered, but without effect."""
     texts = []
     if rendered.unread:
         names = quoted(rendered.unread)[1:-1]

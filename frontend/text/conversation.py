@@ -17,8 +17,8 @@ import msgspec
 from jinja2 import meta, nodes
 
 from pagewire.frontend.media.parts import MARKS, TYPES
-from pagewire.frontend.media.parts import refusal as media_refusal
-from pagewire.frontend.text.sandbox import compile_source, environment, render
+from pagewire.frontend.media.parts import media_refusal as media_refusal
+from pagewire.frontend.text.sandbox import compile_source, render, sandbox_environment
 from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 
@@ -47,7 +47,7 @@ END_MARK = "PAGEWIRE_FINAL_MESSAGE_ENDS_HERE "
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template is rendered with; see `render_chat`.
+    """The variables of a template; see `render_chat`.
 
     placeholders: the text that stands for a medium of each kind; messages may have `frontend.media.parts.MARKS` of
         these kinds. prompts_tools: what the template does not know of tools stands in messages (`tool_prompts.py`).
@@ -141,17 +141,17 @@ def template_variables(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if reserved := [name for name in given if name in RESERVED]:
         raise FieldValueError("chat_template_kwargs", f"cannot set {', '.join(reserved)}")
     read = variables_of(source)
-    return {name: plain(value) for name, value in given.items() if name in read}
+    return {name: copy_plain(value) for name, value in given.items() if name in read}
 
 
 @lru_cache(maxsize=64)
 def variables_of(source: str) -> frozenset[str]:
     """Return the names of the variables that a template reads."""
-    tree = environment().parse(source)
-    return frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment().globals)
+    tree = sandbox_environment().parse(source)
+    return frozenset(meta.find_undeclared_variables(tree)) - frozenset(sandbox_environment().globals)
 
 
-def plain(value: Any) -> Any:
+def copy_plain(value: Any) -> Any:
     """Return a copy made of plain JSON types: methods of other objects would be a way out of the sandbox.
 
     Raises:
@@ -163,11 +163,11 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind):  # a subclass, such as an enum
             return kind.__str__(value) if kind is str else kind(value)
     if isinstance(value, Mapping):
-        return {plain(name): plain(part) for name, part in value.items()}
+        return {copy_plain(name): copy_plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
+        return [copy_plain(part) for part in value]
     if callable(dump := getattr(value, "model_dump", None)):
-        return plain(dump())
+        return copy_plain(dump())
     raise TypeError(f"chat templates take plain data, not {type(value).__name__}")
 
 
@@ -180,7 +180,7 @@ def read_message(given: Any, index: int, convert_content: Callable[[Any], Any]) 
     Raises:
         TypeError: it is not a message. ValueError: it has no role, or content that is not text.
     """
-    given = plain(given)
+    given = copy_plain(given)
     if not isinstance(given, dict):
         raise TypeError(f"a message must be a dict, got {type(given).__name__}")
     if not isinstance(given.get("role"), str):
@@ -220,7 +220,7 @@ def read_tool(tool: Any) -> dict[str, Any]:
     """
     if not isinstance(tool, Mapping) and not hasattr(tool, "model_dump"):
         raise TypeError(f"a tool must be a JSON schema (a dict), got {type(tool).__name__}")
-    schema: dict[str, Any] = plain(tool)
+    schema: dict[str, Any] = copy_plain(tool)
     return schema
 
 
@@ -303,7 +303,7 @@ def text_part(part: Any, index: int) -> dict[str, Any]:
 
 
 class ContentUse(NamedTuple):
-    """What a template does with the content of messages.
+    """The forms of message content that a template reads.
 
     loops: over its parts. tests_string: whether something is a string. tests_none: whether content is null.
     """
@@ -316,7 +316,7 @@ class ContentUse(NamedTuple):
 @lru_cache(maxsize=64)
 def content_use(source: str) -> ContentUse:
     """Return what a template does with the content of messages."""
-    tree = environment().parse(source)
+    tree = sandbox_environment().parse(source)
     aliases = {
         assign.target.name
         for assign in tree.find_all(nodes.Assign)

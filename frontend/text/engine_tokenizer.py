@@ -36,7 +36,7 @@ def from_programs(tokenizer: Any) -> Tokenizer:
 
 
 class TokenizedText(dict[str, Any]):
-    """What a tokenizer makes of a text or of several: `input_ids` and `attention_mask`, also as attributes."""
+    """The encoding of a text or of several: `input_ids` and `attention_mask`, also as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:

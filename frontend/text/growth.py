@@ -51,7 +51,10 @@ LISTED = (list, tuple, KeysView, ValuesView, ItemsView)
 
 
 class Spent(threading.local):
-    """What the rendering of this thread has spent. end: of its time, as `time.thread_time`; None: no limit."""
+    """The time and size that the rendering of this thread has spent.
+
+    end: of its time, as `time.thread_time`; None: no limit.
+    """
 
     end: float | None = None
     num_bytes = 0  # that it has made
@@ -76,13 +79,13 @@ def check_time() -> None:
         raise ValueError(f"it takes more than {MAX_SECONDS:g} s")
 
 
-def check_size(size: int) -> None:
+def check_value_size(size: int) -> None:
     """Raise ValueError for a text that is too long."""
     if size > MAX_CHARS:
         raise ValueError(f"it creates a text of more than {MAX_CHARS} characters")
 
 
-def check_items(number: int) -> None:
+def check_num_items(number: int) -> None:
     """Raise ValueError for a list that is too long."""
     if number > MAX_ITEMS:
         raise ValueError(f"it creates a list of more than {MAX_ITEMS} items")
@@ -97,24 +100,24 @@ def spend(num_bytes: int) -> None:
         raise ValueError(f"it creates texts and lists of more than {MAX_BYTES} bytes in all")
 
 
-def checked(value: Any) -> Any:
+def count_value(value: Any) -> Any:
     """Return a value that was made, and count it; raise ValueError if it is too long, or bytes."""
     if isinstance(value, str):
-        check_size(len(value))
+        check_value_size(len(value))
         spend(value.__sizeof__())
     elif isinstance(value, (list, tuple, dict)):
-        check_items(len(value))
+        check_num_items(len(value))
         spend(ITEM_BYTES * len(value))
     elif isinstance(value, (bytes, bytearray)):
         raise ValueError("it makes bytes: a prompt is a text")
     return value
 
 
-def counted(items: Iterable[Any], num_bytes: int = 0) -> Iterator[Any]:
+def count_items(items: Iterable[Any], num_bytes: int = 0) -> Iterator[Any]:
     """Yield items, checking time and number. num_bytes: that are made for each."""
     for number, item in enumerate(items, 1):
         check_time()
-        check_items(number)
+        check_num_items(number)
         if num_bytes:
             spend(num_bytes)
         yield item
@@ -138,7 +141,7 @@ def text_size(value: Any) -> int:
         elif isinstance(part, int):
             size += part.bit_length() // 3
         size += 2  # quotes, commas
-        check_size(size + 2 * len(rest))
+        check_value_size(size + 2 * len(rest))
         check_time()
     return size
 
@@ -158,28 +161,28 @@ def check_growth(name: str, subject: Any, arguments: tuple[Any, ...]) -> None:
     """
     for number in arguments:
         if isinstance(number, int):
-            check_size(number)  # it may be a width
+            check_value_size(number)  # it may be a width
     if not isinstance(subject, str):
         return
     texts = [argument for argument in arguments if isinstance(argument, str)]
     longest = max(map(len, texts), default=0)
     if name == "replace":
-        check_size(max((subject.count(old) * len(new) for old in texts for new in texts), default=0))
+        check_value_size(max((subject.count(old) * len(new) for old in texts for new in texts), default=0))
     elif name in ("format", "format_map", "%"):
         check_format(subject, arguments)
     elif name == "join":
         check_join(arguments[0] if arguments else (), subject)
     elif name in ("indent", "expandtabs"):
         width = max([longest, *(number for number in arguments if isinstance(number, int))], default=0)
-        check_size((width + 8) * (num_lines(subject) + subject.count("\t")))
+        check_value_size((width + 8) * (num_lines(subject) + subject.count("\t")))
     elif name == "translate":
         check_table(subject, arguments)
     elif name == "wordwrap":
-        check_size(len(subject) * max(1, longest))
+        check_value_size(len(subject) * max(1, longest))
     elif name in ("split", "rsplit", "splitlines"):
-        check_items(num_lines(subject) if name == "splitlines" else max_parts(subject, texts))
+        check_num_items(num_lines(subject) if name == "splitlines" else max_parts(subject, texts))
     elif name in OF_ITEMS:
-        check_items(len(subject))
+        check_num_items(len(subject))
 
 
 def check_format(form: str, arguments: tuple[Any, ...]) -> None:
@@ -191,7 +194,7 @@ def check_format(form: str, arguments: tuple[Any, ...]) -> None:
     if WIDE_FORMAT.search(form):
         raise ValueError("it formats with a width that is too large, or not a literal number")
     longest = max(map(text_size, arguments), default=0)
-    check_size(len(form) + (form.count("%") + form.count("{")) * longest)
+    check_value_size(len(form) + (form.count("%") + form.count("{")) * longest)
 
 
 def check_table(subject: str, arguments: tuple[Any, ...]) -> None:
@@ -200,7 +203,9 @@ def check_table(subject: str, arguments: tuple[Any, ...]) -> None:
     values = table.values() if isinstance(table, Mapping) else table
     if not isinstance(values, (*LISTED, str)):
         raise ValueError("it translates with a table that is neither a dict nor a list")
-    check_size(len(subject) * max((len(value) for value in values if isinstance(value, str)), default=1))
+    check_value_size(
+        len(subject) * max((len(value) for value in values if isinstance(value, str)), default=1)
+    )
 
 
 def check_join(items: Any, separator: str) -> None:
@@ -211,7 +216,7 @@ def check_join(items: Any, separator: str) -> None:
     """
     if isinstance(items, (str, Mapping, *LISTED)):
         size = len(items) if isinstance(items, str) else text_size(items)
-        check_size(len(separator) * len(items) + size)
+        check_value_size(len(separator) * len(items) + size)
 
 
 def max_parts(text: str, separators: list[str]) -> int:

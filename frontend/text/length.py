@@ -40,7 +40,7 @@ def check_characters(num_chars: int, max_model_len: int) -> None:
         raise ContextLengthError(max_model_len, what)
 
 
-def check_length(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
+def check_text_length(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
     """Refuse a text that has clearly too many characters or tokens for a model; a few tokens are not noticed.
 
     Raises:
@@ -71,9 +71,9 @@ def encode_within(
     truncates: the prompt will be cut to the tokens at its end, so it may have more.
 
     Raises:
-        As `check_length`.
+        As `check_text_length`.
     """
     check_characters(len(text), max_model_len)
     if not truncates:
-        check_length(tokenizer, text, max_model_len)
+        check_text_length(tokenizer, text, max_model_len)
     return tokenizer.encode_turn(text, special, salt)

@@ -158,10 +158,10 @@ def text_within(tokenizer: Tokenizer, token_id: int) -> str:
     There it has the space that decoders drop at the start or the end of a text.
     """
     near, before, after = neighbour(tokenizer)
-    whole = decoded(tokenizer, [*near, token_id, *near])
+    whole = decode_tokens(tokenizer, [*near, token_id, *near])
     if whole.startswith(before) and whole.endswith(after) and len(whole) >= len(before) + len(after):
         return whole[len(before) : len(whole) - len(after)]
-    return decoded(tokenizer, [token_id])
+    return decode_tokens(tokenizer, [token_id])
 
 
 @lru_cache(maxsize=16)
@@ -172,16 +172,16 @@ def neighbour(tokenizer: Tokenizer) -> tuple[list[int], str, str]:
     """
     token_ids = tokenizer.encode("xx", add_special_tokens=False) + tokenizer.encode("x", False)
     for near in ([token_id] for token_id in token_ids):
-        first, both = decoded(tokenizer, near), decoded(tokenizer, near * 2)
+        first, both = decode_tokens(tokenizer, near), decode_tokens(tokenizer, near * 2)
         if both == first * 2:
             break
     else:
         near = token_ids[-1:]
-        first, both = decoded(tokenizer, near), decoded(tokenizer, near * 2)
+        first, both = decode_tokens(tokenizer, near), decode_tokens(tokenizer, near * 2)
     return near, first, both.removeprefix(first)
 
 
-def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+def decode_tokens(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     """Return the text of tokens, special ones included."""
     return tokenizer.decode(token_ids, skip_special_tokens=False, spaces_between_special_tokens=False)
 

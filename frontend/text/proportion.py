@@ -30,12 +30,12 @@ def check_proportion(original: Any) -> None:
         factor = factor_of(json.loads(part.__getstate__()))
         if factor > MOST:
             raise ValueError(
-                f"the tokenizer's {name} can make a text {shown(factor)} times as long, and at most {MOST} "
+                f"the tokenizer's {name} can make a text {write_factor(factor)} times as long, and at most {MOST} "
                 "times is allowed: its rules (Replace, Prepend, Precompiled, templates) put many characters for few"
             )
 
 
-def shown(factor: float) -> str:
+def write_factor(factor: float) -> str:
     """Return a factor for a message."""
     return f"{factor:.0f}" if factor < 1e6 else f"{factor:.0e}"
 

@@ -51,13 +51,15 @@ def render_confined(source: str, special_tokens: Mapping[str, Any], conversation
         raise ValueError("messages, tools and variables must not have integers of over 64 bits") from None
     limits = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, computes=True)
     try:
-        return msgspec.msgpack.decode(processes().run(job, limits, current_tenant.get()), type=Rendered)
+        return msgspec.msgpack.decode(
+            render_processes().run(job, limits, current_tenant.get()), type=Rendered
+        )
     except JobKilledError as error:
         raise ValueError(f"the chat template fails on the conversation: {error}") from None
 
 
 @cache
-def processes() -> Confined:
+def render_processes() -> Confined:
     """The processes of this frontend that render; the first rendering starts them."""
     return Confined(__name__, num_parallel=NUM_PARALLEL, num_reserved=NUM_RESERVED)
 
@@ -73,7 +75,7 @@ def renderer() -> Handler:
     return render
 
 
-def warm_up(render: Handler) -> None:
+def warm_up_renderers(render: Handler) -> None:
     """Render a small template, so that the memory which all templates use is there."""
     conversation = Conversation([{"role": "user", "content": "a"}], None, {}, "auto", True, False)
     render(msgspec.msgpack.encode(Rendering(SMALL_TEMPLATE, {}, conversation)))
@@ -87,7 +89,7 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--lifeline", type=int, required=True)
     options = parser.parse_args()
-    serve(options.control, options.lifeline, renderer, warm_up)
+    serve(options.control, options.lifeline, renderer, warm_up_renderers)
 
 
 if __name__ == "__main__":

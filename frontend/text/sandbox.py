@@ -28,12 +28,12 @@ from pagewire.frontend.text.growth import (
     OF_TEXT,
     begin,
     check_growth,
-    check_items,
     check_join,
-    check_size,
+    check_num_items,
     check_time,
-    checked,
-    counted,
+    check_value_size,
+    count_items,
+    count_value,
     end,
     spend,
     text_size,
@@ -55,7 +55,7 @@ def compile_source(source: str) -> jinja2.Template:
         raise ValueError(
             f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are allowed"
         )
-    sandbox = environment()
+    sandbox = sandbox_environment()
     try:
         tree = Metered().visit(sandbox.parse(source))
         code = sandbox.compile(tree)
@@ -75,7 +75,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
         for part in template.generate(variables):
             size += len(part)
-            check_size(size)
+            check_value_size(size)
             parts.append(part)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template rejects the conversation: {error.message or error}") from error
@@ -89,7 +89,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- limits
 
 
-def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a filter with the checks of time and size."""
 
     @functools.wraps(function)  # copies Jinja's attributes, too
@@ -99,24 +99,26 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if place < len(args):
             args = (*args[:place], bounded_subject(name, args[place]), *args[place + 1 :])
             check_growth(name, args[place], (*args[place + 1 :], *kwargs.values()))
-        return checked(function(*args, **kwargs))
+        return count_value(function(*args, **kwargs))
 
     return call
 
 
 def bounded_subject(name: str, subject: Any) -> Any:
-    """What a filter is to be called on, after a check of its size; an iterator stops where it yields too much."""
+    """The value to call a filter on, after a check of its size; an iterator stops where it yields too much."""
     if name in OF_ITEMS and isinstance(subject, Iterator):
-        return counted(subject)
+        return count_items(subject)
     if name in OF_TEXT and not isinstance(subject, (str, Iterator)):
         text_size(subject)
     return subject
 
 
 @pass_eval_context
-def join(context: nodes.EvalContext, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
+def join_items(
+    context: nodes.EvalContext, items: Any, d: str = "", attribute: str | int | None = None
+) -> Any:
     """Jinja's filter `join`, with the length checked before."""
-    items = items if isinstance(items, str) else list(counted(items))
+    items = items if isinstance(items, str) else list(count_items(items))
     if attribute is None:
         check_join(items, str(d))
     else:
@@ -133,19 +135,19 @@ def add_up(environment: Sandbox, numbers: Any, attribute: str | int | None = Non
     return do_sum(environment, numbers, attribute, start)
 
 
-def concatenated(items: list[Any]) -> str:
+def concatenate_items(items: list[Any]) -> str:
     """Concatenate the operands of `~`, with the length checked before."""
-    check_size(sum(map(text_size, items)))
-    return cast(str, checked("".join(map(str, items))))
+    check_value_size(sum(map(text_size, items)))
+    return cast(str, count_value("".join(map(str, items))))
 
 
-def sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
+def slice_value(value: Any, start: Any, stop: Any, step: Any) -> Any:
     """Return `value[start:stop:step]`, and count it: code of Jinja's own would not."""
-    return checked(value[start:stop:step])
+    return count_value(value[start:stop:step])
 
 
 @pass_eval_context
-def shown(context: nodes.EvalContext, value: Any) -> Any:
+def count_written(context: nodes.EvalContext, value: Any) -> Any:
     """Count a value that is written, in macros and blocks, too; Jinja converts it to a text.
 
     It takes the context so that Jinja cannot call it, nor what makes the value, while it compiles.
@@ -197,13 +199,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*":
             sizes = [len(side) if isinstance(side, (str, list, tuple)) else side for side in (left, right)]
             if all(isinstance(size, int) for size in sizes):
-                check = check_size if isinstance(left, str) or isinstance(right, str) else check_items
+                check = (
+                    check_value_size if isinstance(left, str) or isinstance(right, str) else check_num_items
+                )
                 check(sizes[0] * sizes[1])
         elif operator == "%" and isinstance(left, str):
             check_growth("%", left, right if isinstance(right, tuple) else (right,))
         elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
-            (check_size if isinstance(left, str) else check_items)(len(left) + len(right))
-        return checked(super().call_binop(context, operator, left, right))
+            (check_value_size if isinstance(left, str) else check_num_items)(len(left) + len(right))
+        return count_value(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a function, a macro or a method.
@@ -215,9 +219,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if isinstance(subject, str) and name == "join" and args and isinstance(args[0], Iterator):
-            args = (list(counted(args[0])), *args[1:])
+            args = (list(count_items(args[0])), *args[1:])
         check_growth(name, subject, (*args, *kwargs.values()))
-        return checked(super().call(__context, __obj, *args, **kwargs))
+        return count_value(super().call(__context, __obj, *args, **kwargs))
 
 
 class GenerationTag(Extension):
@@ -233,13 +237,13 @@ class GenerationTag(Extension):
 
 
 @functools.lru_cache(maxsize=1)
-def environment() -> Sandbox:
+def sandbox_environment() -> Sandbox:
     """Return the environment that chat templates expect: transformers' options, filters and functions."""
     sandbox = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
-        finalize=shown,
+        finalize=count_written,
         optimized=False,  # what it would compute while it compiles has no limits
     )
     del (
@@ -247,9 +251,9 @@ def environment() -> Sandbox:
         sandbox.filters["pprint"],
         sandbox.filters["urlize"],
     )  # no prompt needs them
-    sandbox.filters |= {"tojson": to_json, "join": join, "sum": add_up}
-    sandbox.filters |= {name: bounded(name, function) for name, function in sandbox.filters.items()}
-    sandbox.filters |= {"metered": counted, "concatenated": concatenated, "sliced": sliced}
+    sandbox.filters |= {"tojson": to_json, "join": join_items, "sum": add_up}
+    sandbox.filters |= {name: bound_filter(name, function) for name, function in sandbox.filters.items()}
+    sandbox.filters |= {"metered": count_items, "concatenated": concatenate_items, "sliced": slice_value}
     sandbox.globals["raise_exception"] = raise_exception
     sandbox.globals["strftime_now"] = strftime_now
     return sandbox
@@ -273,7 +277,7 @@ def to_json(
         value
     ):  # a part at a time only with an indent, which can make it much longer
         size += len(part)
-        check_size(size)
+        check_value_size(size)
         parts.append(part)
     return "".join(parts)
 

@@ -193,7 +193,7 @@ class WholeText:
 
 
 def open_detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer | WholeText:
-    """What converts the tokens of an output with these parameters to text."""
+    """The detokenizer for an output with these parameters."""
     if params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop_strings:
         return WholeText(tokenizer, params)
     return Detokenizer(tokenizer, params)

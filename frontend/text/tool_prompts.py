@@ -1,7 +1,7 @@
 """Tools in the prompt of a model whose chat template does not know them.
 
 The functions stand in the system message as JSON, with the form of a call. Calls of the conversation are written in
-that form, and their results stand in messages of the user. The dialect `prompted` reads such calls.
+that form, and their results stand in messages of the user. The dialect `put_tools` reads such calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagewire.frontend.text.conversation import (
     Rendered,
     as_text,
     compile_template,
-    plain,
+    copy_plain,
     read_arguments,
     read_tool,
     refusing_deep_data,
@@ -48,7 +48,7 @@ SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_toke
 
 
 class TemplateKnowledge(NamedTuple):
-    """What a chat template knows: it shows tools, shows calls of the assistant, shows messages of the system."""
+    """The abilities of a chat template: it shows tools, calls of the assistant, messages of the system."""
 
     shows_tools: bool
     shows_calls: bool
@@ -64,14 +64,14 @@ def knowledge_of(source: str) -> TemplateKnowledge:
     """
     compile_template(source)
     user = {"role": "user", "content": "?"}
-    shown = probe(source, [user], [PROBED_TOOL]) if "tools" in variables_of(source) else False
+    shown = probe_template(source, [user], [PROBED_TOOL]) if "tools" in variables_of(source) else False
     if shown is None:
-        shown = probe(source, [{"role": "system", "content": "!"}, user], [PROBED_TOOL]) is not False
-    system = probe(source, [{"role": "system", "content": PROBE}, user], None)
+        shown = probe_template(source, [{"role": "system", "content": "!"}, user], [PROBED_TOOL]) is not False
+    system = probe_template(source, [{"role": "system", "content": PROBE}, user], None)
     return TemplateKnowledge(shown, "tool_calls" in source, bool(system))
 
 
-def probe(source: str, messages: list[Any], tools: list[Any] | None) -> bool | None:
+def probe_template(source: str, messages: list[Any], tools: list[Any] | None) -> bool | None:
     """Return whether a template shows the probe; None if it refuses the conversation."""
     conversation = Conversation(messages, tools, {}, "auto", True, False)
     try:
@@ -89,7 +89,7 @@ def render_prompted(source: str, special_tokens: Mapping[str, Any], conversation
     if conversation.prompts_tools and (conversation.tools or any(map(has_tools, conversation.messages))):
         knowledge = knowledge_of(source)
         with refusing_deep_data():
-            conversation = prompted(knowledge, conversation)
+            conversation = put_tools(knowledge, conversation)
     return render_source(source, special_tokens, conversation)
 
 
@@ -98,7 +98,7 @@ def has_tools(message: Any) -> bool:
     return isinstance(message, Mapping) and bool(message.get("tool_calls") or message.get("role") == "tool")
 
 
-def prompted(knowledge: TemplateKnowledge, conversation: Conversation) -> Conversation:
+def put_tools(knowledge: TemplateKnowledge, conversation: Conversation) -> Conversation:
     """Return a conversation with tools, calls and results in the text of messages that a template shows.
 
     Raises:
@@ -108,12 +108,12 @@ def prompted(knowledge: TemplateKnowledge, conversation: Conversation) -> Conver
     if not (knowledge.shows_tools and knowledge.shows_calls):
         messages = without_calls(messages, tagged=not knowledge.shows_tools)
     if tools and not knowledge.shows_tools:
-        messages = with_text(messages, instructions(tools), in_system=knowledge.shows_system)
+        messages = with_text(messages, tool_instructions(tools), in_system=knowledge.shows_system)
         tools = None
     return replace(conversation, messages=messages, tools=tools)
 
 
-def instructions(tools: Sequence[Any]) -> str:
+def tool_instructions(tools: Sequence[Any]) -> str:
     """Return the text that describes the functions to a model."""
     functions = [(read := read_tool(tool)).get("function", read) for tool in tools]
     lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
@@ -140,7 +140,7 @@ def without_calls(messages: Sequence[Any], tagged: bool) -> list[Any]:
         if follows_result and message.get("role") == "user":
             result[-1] = {
                 **result[-1],
-                "content": joined(result[-1]["content"], message.get("content"), "\n"),
+                "content": join_contents(result[-1]["content"], message.get("content"), "\n"),
             }
         else:
             result.append(message)
@@ -153,7 +153,7 @@ def with_written_calls(message: Mapping[str, Any], tagged: bool) -> dict[str, An
     begin, end = (CALL_BEGIN, CALL_END) if tagged else ("", "")
     calls = []
     for call in message["tool_calls"]:
-        function = plain(call).get("function") or {}
+        function = copy_plain(call).get("function") or {}
         arguments = function.get("arguments")
         written = read_arguments(arguments) if isinstance(arguments, str) else arguments
         call = {"name": function.get("name"), "arguments": {} if written is None else written}
@@ -168,8 +168,8 @@ def result_content(message: Mapping[str, Any]) -> Any:
     """Return the content of a result between tags that name its function."""
     name, content = message.get("name"), message.get("content")
     named = f" name={json.dumps(name, ensure_ascii=False)}" if isinstance(name, str) else ""
-    begun = joined(f"<tool_response{named}>\n", "" if content is None else content, "")
-    return joined(begun, RESULT_END, "")
+    begun = join_contents(f"<tool_response{named}>\n", "" if content is None else content, "")
+    return join_contents(begun, RESULT_END, "")
 
 
 def with_text(messages: Sequence[Any], text: str, in_system: bool) -> list[Any]:
@@ -177,26 +177,29 @@ def with_text(messages: Sequence[Any], text: str, in_system: bool) -> list[Any]:
     result = list(messages)
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in result]
     if in_system and roles and roles[0] in FIRST_ROLES:
-        result[0] = {**result[0], "content": joined(result[0].get("content"), text, "\n\n")}
+        result[0] = {**result[0], "content": join_contents(result[0].get("content"), text, "\n\n")}
     elif in_system or "user" not in roles:
         result.insert(0, {"role": "system", "content": text})
     else:
         place = roles.index("user")
-        result[place] = {**result[place], "content": joined(text, result[place].get("content"), "\n\n")}
+        result[place] = {
+            **result[place],
+            "content": join_contents(text, result[place].get("content"), "\n\n"),
+        }
     return result
 
 
-def joined(first: Any, second: Any, separator: str) -> Any:
+def join_contents(first: Any, second: Any, separator: str) -> Any:
     """Return two contents as one: text if both are, else a list of parts."""
     if not first or not second:
         return first or second
     if isinstance(first, str) and isinstance(second, str):
         return first + separator + second
     if isinstance(second, str):
-        return [*parts_of(first), *parts_of(separator + second)]
-    return [*parts_of(first + separator if isinstance(first, str) else first), *parts_of(second)]
+        return [*message_parts(first), *message_parts(separator + second)]
+    return [*message_parts(first + separator if isinstance(first, str) else first), *message_parts(second)]
 
 
-def parts_of(content: Any) -> list[Any]:
+def message_parts(content: Any) -> list[Any]:
     """Return content as a list of parts, whose form is checked when it is rendered."""
     return list(content) if isinstance(content, (list, tuple)) else [{"type": "text", "text": content}]

@@ -16,7 +16,7 @@ from pagewire.ipc.families.jais import JAIS
 from pagewire.ipc.families.plain import AQUILA, INTERNLM, KIMI, MINICPM, ORION, XVERSE
 from pagewire.ipc.families.qwen import QWEN
 from pagewire.ipc.families.refused import REFUSED
-from pagewire.ipc.models.registrations import family_paths, imported
+from pagewire.ipc.models.registrations import family_paths, import_object
 
 SERVED = (
     *(AQUILA, BAICHUAN, CHATGLM, DECILM, EXAONE, GEMMA3N, INTERNLM, INTERNLM2, JAIS, KIMI, MINICPM, ORION),
@@ -61,7 +61,7 @@ def _registered() -> Iterator[Family]:
         ValueError: one cannot be imported, or is no `Family`.
     """
     for path in family_paths():
-        if not isinstance(family := imported(path), Family):
+        if not isinstance(family := import_object(path), Family):
             raise ValueError(
                 f"{path} is registered as a family, but is a {type(family).__name__}, not a Family"
             )

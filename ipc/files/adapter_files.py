@@ -34,7 +34,10 @@ def adapter_folder(name: str, *, token: str | bool | None = None, cache_dir: str
 
 
 def adapter_version(folder: Path) -> str:
-    """What changes when a file of the adapter is written or replaced: a digest of inodes, sizes and times."""
+    """The version of an adapter, which changes when a file of it is written or replaced.
+
+    It is a digest of inodes, sizes and times.
+    """
     parts = []
     for name in ADAPTER_FILES:
         try:

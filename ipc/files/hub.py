@@ -152,7 +152,7 @@ def find_named(
     from pagewire.ipc.files import pulled, repository  # a frontend that attaches downloads nothing
 
     if revision is None and (local := pulled.find(given)) is not None:
-        return pulled.path_of(local)
+        return pulled.weights_path(local)
     return repository.file_named(given, revision, token, cache_dir)
 
 
@@ -204,11 +204,11 @@ def download(
 
         if revision is not None:
             raise ValueError(f"revision {revision!r}: {name} has none; leave the revision out")
-        return s3.download(name, patterns, cache_dir, ignored)
+        return s3.download_from_s3(name, patterns, cache_dir, ignored)
     if env_flag("PAGEWIRE_USE_MODELSCOPE"):
         from pagewire.ipc.files import model_scope  # as above
 
-        return model_scope.download(name, patterns, revision, token, cache_dir, ignored)
+        return model_scope.download_from_scope(name, patterns, revision, token, cache_dir, ignored)
     from huggingface_hub import snapshot_download
 
     from pagewire.ipc.files.repository import hub_errors

@@ -100,7 +100,7 @@ def position(labels: Sequence[str | None], tag: str | None) -> int | None:
     return 0 if tag is None and labels else None
 
 
-def chosen(files: Iterable[str], given: HubName) -> list[str]:
+def choose_gguf(files: Iterable[str], given: HubName) -> list[str]:
     """The GGUF file that a name means, with all parts of a split one; none: the repository has other weights.
 
     files: paths in the repository. Of several with one quantisation, that with the shortest path is taken.
@@ -133,7 +133,7 @@ def chosen(files: Iterable[str], given: HubName) -> list[str]:
 
 
 def left_out(files: Iterable[str]) -> str:
-    """What is said of a repository whose GGUF files have a projector of pictures; "" if they have none."""
+    """A note on a repository whose GGUF files have a projector of pictures; "" if they have none."""
     found = any(is_gguf(file) and PROJECTOR in PurePosixPath(file).name.lower() for file in files)
     return "; its projector of pictures (mmproj) is left out: GGUF models read text only" if found else ""
 

@@ -12,7 +12,7 @@ from typing import Any
 from pagewire.ipc.families.family import ForeignModel
 from pagewire.ipc.families.registry import foreign_model
 from pagewire.ipc.files.hub import MODELOPT_FILE, read_json
-from pagewire.ipc.gguf.config import generation_config, model_config
+from pagewire.ipc.gguf.config import generation_config, gguf_model_config
 from pagewire.ipc.gguf.file import is_gguf, read_gguf
 
 
@@ -28,7 +28,7 @@ def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str,
     """
     if is_gguf(path):
         file = read_gguf(path)
-        return model_config(file), generation_config(file)
+        return gguf_model_config(file), generation_config(file)
     values = read_json(path / "config.json")
     foreign = foreign_model(values, trust_remote_code)
     config = values if foreign is None else dict(foreign.config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from pagewire.ipc.errors import ModelNotFoundError
 
 
-def download(
+def download_from_scope(
     name: str,
     patterns: Sequence[str],
     revision: str | None,

@@ -28,17 +28,17 @@ from pagewire.ipc.files.hub import (
     WEIGHT_FILES,
     also_at_the_top,
 )
-from pagewire.ipc.files.hub_names import HubName, chosen, is_part, is_safe, left_out, quantisation_of
+from pagewire.ipc.files.hub_names import HubName, choose_gguf, is_part, is_safe, left_out, quantisation_of
 from pagewire.ipc.files.pulled import (
     PulledFile,
     PulledModel,
     folder_of,
-    locked,
+    lock_model,
     pulled_models,
     pulled_root,
     write_record,
 )
-from pagewire.ipc.files.repository import hub_errors, listed
+from pagewire.ipc.files.repository import hub_errors, list_repository
 from pagewire.ipc.gguf.file import is_gguf
 
 logger = logging.getLogger("pagewire")
@@ -79,8 +79,8 @@ def pull(given: HubName, token: str | bool | None, report: Report, stop: threadi
         PullStoppedError: `stop` was set.
     """
     report(PullProgress("pulling manifest"))
-    model = planned(given, token)
-    with locked(model.given):
+    model = plan_pull(given, token)
+    with lock_model(model.given):
         known = [(one.name, one.content) for one in pulled_models()]
         if (model.name, model.content) not in known:
             check_room(model)
@@ -93,15 +93,15 @@ def pull(given: HubName, token: str | bool | None, report: Report, stop: threadi
     return model
 
 
-def planned(given: HubName, token: str | bool | None) -> PulledModel:
-    """What a name means now: its GGUF file with all parts, or the files of a repository of safetensors.
+def plan_pull(given: HubName, token: str | bool | None) -> PulledModel:
+    """The files that a name means now: its GGUF file with all parts, or the files of a repository of safetensors.
 
     Raises:
         ModelNotFoundError: as `pull`. ValueError: the hub's list cannot be relied on.
     """
-    repository = listed(given.repository, None, token)
+    repository = list_repository(given.repository, None, token)
     by_name = {file.name: file for file in repository.files}
-    names, tag = chosen(by_name, given), given.tag
+    names, tag = choose_gguf(by_name, given), given.tag
     if names and (tag is None or not is_gguf(tag)):
         tag = quantisation_of(names[0]) or PurePosixPath(names[0]).name
     if names:
@@ -190,7 +190,7 @@ def fetch(
             content = Content(out, file)
             said = time.monotonic()
             report(PullProgress(status, file.digest, file.num_bytes, content.num_bytes))
-            for _ in received(model, file, token, content, stop):
+            for _ in receive_file(model, file, token, content, stop):
                 if time.monotonic() - said > REPORT_SECONDS:
                     said = time.monotonic()
                     report(PullProgress(status, file.digest, file.num_bytes, content.num_bytes))
@@ -207,7 +207,7 @@ def fetch(
 
 
 class Content:
-    """What is there of a file, with its digest so far. out: the file, which may have a beginning already."""
+    """The part of a file that is there, with its digest. out: the file, which may have a beginning already."""
 
     def __init__(self, out: BinaryIO, file: PulledFile) -> None:
         self._out, self._file = out, file
@@ -253,7 +253,7 @@ class Content:
         return f"{self._file.digest.partition(':')[0]}:{self._hash.hexdigest()}"
 
 
-def received(
+def receive_file(
     model: PulledModel, file: PulledFile, token: str | bool | None, content: Content, stop: threading.Event
 ) -> Iterator[None]:
     """Append to a file what it lacks, and yield after each part; a connection that breaks off is made again.

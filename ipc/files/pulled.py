@@ -63,7 +63,7 @@ class PulledModel(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.num_bytes for file in self.files)
 
 
@@ -74,7 +74,7 @@ def pulled_root() -> Path:
 
 
 def stem(given: HubName) -> str:
-    """What the names of a model's files in the folder begin with. A repository has no "--" in its name."""
+    """The beginning of the names of a model's files in the folder. A repository has no "--" in its name."""
     return "--".join([*given.repository.split("/"), *([given.tag] if given.tag else [])])
 
 
@@ -93,7 +93,7 @@ def pulled_models() -> list[PulledModel]:
 
 
 def read_record(path: Path) -> PulledModel | None:
-    """What a file says of a model; None if it is none of ours, or damaged, which the log says."""
+    """The record of a model in a file; None if it is none of ours, or damaged, which the log says."""
     try:
         with path.open("rb") as file:
             record = msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=PulledModel)
@@ -125,7 +125,7 @@ def folder_of(model: PulledModel) -> Path:
     return pulled_root() / stem(model.given) / model.content
 
 
-def path_of(model: PulledModel) -> Path:
+def weights_path(model: PulledModel) -> Path:
     """Its GGUF file, the first of a split one, or its folder."""
     folder = folder_of(model)
     return folder / model.files[0].name if model.tag and is_gguf(model.files[0].name) else folder
@@ -147,7 +147,7 @@ def remove(given: HubName) -> str:
     """
     if (model := find(given)) is not None:
         given = model.given
-    with locked(given):
+    with lock_model(given):
         root, name = pulled_root(), stem(given)
         if model is None and not (root / name).is_dir():
             raise ModelNotFoundError(f"{given} was not pulled; only models that were pulled are removed")
@@ -157,7 +157,7 @@ def remove(given: HubName) -> str:
 
 
 @contextmanager
-def locked(given: HubName) -> Iterator[None]:
+def lock_model(given: HubName) -> Iterator[None]:
     """Be the only process that changes a model's files.
 
     Raises:

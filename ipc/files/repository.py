@@ -1,4 +1,4 @@
-"""What a repository of the hub holds, and which of its files a name with a quantisation means (`hub_names.py`)."""
+"""Files of a repository of the hub, and which of them a name with a quantisation means (`hub_names.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.files.hub_names import HubName, chosen, left_out
+from pagewire.ipc.files.hub_names import HubName, choose_gguf, left_out
 
 logger = logging.getLogger("pagewire")
 
@@ -71,7 +71,7 @@ def file_named(given: HubName, revision: str | None, token: str | bool | None, c
             "its place: name owner/repository, or a file of it as owner/repository/file.gguf"
         )
     names = names_in(given.repository, revision, token, cache_dir)
-    parts = chosen(names, given)
+    parts = choose_gguf(names, given)
     if not parts:
         return given.repository
     logger.info("%s is %s of %s%s", given, parts[0], given.repository, left_out(names))
@@ -87,14 +87,14 @@ def names_in(
         ModelNotFoundError: there is no such repository, or neither.
     """
     try:
-        return [file.name for file in listed(repository, revision, token).files]
+        return [file.name for file in list_repository(repository, revision, token).files]
     except ModelNotFoundError:
         if found := cached_names(repository, revision, cache_dir):
             return found
         raise
 
 
-def listed(repository: str, revision: str | None, token: str | bool | None) -> Repository:
+def list_repository(repository: str, revision: str | None, token: str | bool | None) -> Repository:
     """Ask the hub for the files of a repository.
 
     Raises:

@@ -49,7 +49,9 @@ class StoredFile:
         return _digest([self.path, self.version, str(self.num_bytes)])
 
 
-def download(address: str, patterns: Sequence[str], cache_dir: str | None, ignored: Sequence[str]) -> Path:
+def download_from_s3(
+    address: str, patterns: Sequence[str], cache_dir: str | None, ignored: Sequence[str]
+) -> Path:
     """The local folder with the files of s3://bucket/folder that match `patterns`, downloaded if necessary.
 
     The folder is another one when a file in S3 has changed, and shares what has not. What was interrupted goes on
@@ -130,7 +132,7 @@ def fetch_all(store: S3Store, files: Sequence[StoredFile], root: Path) -> Path:
         size = sum(file.num_bytes for file in missing)
         logger.info("downloading %d files of %.1f MB to %s", len(missing), size / 1e6, root)
         with ThreadPoolExecutor(NUM_THREADS, "s3") as threads:
-            list(threads.map(partial(fetch, store, blobs), missing))
+            list(threads.map(partial(fetch_object, store, blobs), missing))
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         link = folder / file.name
@@ -142,7 +144,7 @@ def fetch_all(store: S3Store, files: Sequence[StoredFile], root: Path) -> Path:
     return folder
 
 
-def fetch(store: S3Store, blobs: Path, file: StoredFile) -> None:
+def fetch_object(store: S3Store, blobs: Path, file: StoredFile) -> None:
     """Download a file, or what an earlier attempt has left of it; one process does it, others wait for that.
 
     Raises:

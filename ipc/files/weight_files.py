@@ -1,4 +1,4 @@
-"""What core and workers know of files with weights that take the place of a model's own."""
+"""Facts that core and workers share about files with weights that take the place of a model's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def state_of(file: int | str) -> list[int]:
-    """What tells a file from any other, and from itself with other content.
+    """A value that tells a file from any other, and from itself with other content.
 
     Whoever writes to a file sets its time of modification. To rename or remove it changes nothing here.
 

@@ -17,12 +17,12 @@ from pagewire.ipc.gguf.fields import (
     NUMBER,
     Fields,
     Values,
+    expert_fields,
     experts,
     head_size,
     partial_rotary,
     read_floats,
     rms,
-    routed,
     shape_of,
 )
 from pagewire.ipc.gguf.file import GgufError, GgufFile
@@ -63,8 +63,8 @@ SIGMOID = 2  # expert_gating_func
 MAVERICK_EXPERTS = 128  # of the Llama 4 whose queries and keys have no norm
 
 
-def model_config(file: GgufFile) -> Values:
-    """What `config.json` would hold: the model's type, sizes and settings, and the dtype to run it in.
+def gguf_model_config(file: GgufFile) -> Values:
+    """The content of `config.json`: the model's type, sizes and settings, and the dtype to run it in.
 
     Raises:
         GgufError: the architecture is not served, or the metadata lacks a value.
@@ -82,7 +82,7 @@ def model_config(file: GgufFile) -> Values:
 
 
 def generation_config(file: GgufFile) -> Values:
-    """What `generation_config.json` would hold: all tokens that end an answer, and recommended sampling parameters.
+    """The content of `generation_config.json`: all tokens that end an answer, and recommended sampling parameters.
 
     Raises:
         GgufError: a value is of a wrong type.
@@ -188,7 +188,7 @@ def rope_scaling(file: GgufFile, fields: Fields) -> Values | None:
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
 
 
-def llama(file: GgufFile) -> Values:
+def llama_config(file: GgufFile) -> Values:
     """Llama, Mistral and Mixtral, which share a name in GGUF files. A file with experts is Mixtral."""
     fields = Fields(file)
     if "blk.0.ffn_gate_inp.weight" in file.tensors:
@@ -243,7 +243,7 @@ def qwen2moe(file: GgufFile) -> Values:
     shared = shape_of(file, "blk.0.ffn_gate_shexp.weight", 2)[0]
     return (
         qwen2(file)
-        | routed(file)
+        | expert_fields(file)
         | {
             "model_type": "qwen2_moe",
             "shared_expert_intermediate_size": shared,
@@ -254,7 +254,7 @@ def qwen2moe(file: GgufFile) -> Values:
 
 def qwen3moe(file: GgufFile) -> Values:
     """Qwen 3 with experts."""
-    return qwen3(file) | routed(file) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+    return qwen3(file) | expert_fields(file) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
 def gemma(file: GgufFile) -> Values:
@@ -541,7 +541,7 @@ def gemma4(file: GgufFile) -> Values:
 
 
 ARCHITECTURES: dict[str, Callable[[GgufFile], Values]] = {
-    "llama": llama,
+    "llama": llama_config,
     "qwen2": qwen2,
     "qwen2moe": qwen2moe,
     "qwen3": qwen3,

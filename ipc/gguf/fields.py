@@ -107,7 +107,7 @@ def experts(fields: Fields, name: str) -> Values:
     return {name: fields.whole("expert_count"), "num_experts_per_tok": fields.whole("expert_used_count")}
 
 
-def routed(file: GgufFile) -> Values:
+def expert_fields(file: GgufFile) -> Values:
     """The experts of Qwen's models, which every layer has."""
     return experts(Fields(file), "num_experts") | {
         "moe_intermediate_size": shape_of(file, "blk.0.ffn_gate_exps.weight", 3)[1],

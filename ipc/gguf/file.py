@@ -103,7 +103,7 @@ class GgufFile(msgspec.Struct, frozen=True):
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls the architecture, such as "llama".
+        """The architecture's name in llama.cpp, such as "llama".
 
         Raises:
             GgufError: the file does not say.

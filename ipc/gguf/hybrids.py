@@ -9,7 +9,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from pagewire.ipc.gguf.fields import Fields, Values, experts, head_size, partial_rotary, rms, routed, shape_of
+from pagewire.ipc.gguf.fields import (
+    Fields,
+    Values,
+    expert_fields,
+    experts,
+    head_size,
+    partial_rotary,
+    rms,
+    shape_of,
+)
 from pagewire.ipc.gguf.file import GgufError, GgufFile
 
 LONGEST_GRANITE = 1 << 17
@@ -56,7 +65,7 @@ def linear_attention(file: GgufFile) -> Values:
 def shared_expert(file: GgufFile) -> Values:
     """The experts of a layer, with one for all tokens."""
     size = shape_of(file, "blk.0.ffn_gate_shexp.weight", 2)[0]
-    return routed(file) | {"shared_expert_intermediate_size": size}
+    return expert_fields(file) | {"shared_expert_intermediate_size": size}
 
 
 def qwen3next(file: GgufFile) -> Values:

@@ -32,7 +32,7 @@ DEEPSEEK3 = (
 )
 
 
-def split(expression: str) -> Step:
+def split_step(expression: str) -> Step:
     """A step that makes each match of an expression a word."""
     return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
 
@@ -47,31 +47,36 @@ DIGITS: Step = {"type": "Digits", "individual_digits": True}
 RULES: dict[str, tuple[Step, ...]] = {
     "gpt-2": (byte_level(use_regex=True),),
     "starcoder": (DIGITS, byte_level(use_regex=True)),
-    "llama-bpe": (split(LLAMA3), byte_level()),
-    "qwen2": (split(QWEN2), byte_level()),
-    "qwen35": (split(QWEN35), byte_level()),
-    "tekken": (split(TEKKEN), byte_level()),
-    "gpt-4o": (split(GPT4O), byte_level()),
-    "deepseek-v3": (split(r"\p{N}{1,3}"), split(f"[{CHINESE}{KANA}]+"), split(DEEPSEEK3), byte_level()),
+    "llama-bpe": (split_step(LLAMA3), byte_level()),
+    "qwen2": (split_step(QWEN2), byte_level()),
+    "qwen35": (split_step(QWEN35), byte_level()),
+    "tekken": (split_step(TEKKEN), byte_level()),
+    "gpt-4o": (split_step(GPT4O), byte_level()),
+    "deepseek-v3": (
+        split_step(r"\p{N}{1,3}"),
+        split_step(f"[{CHINESE}{KANA}]+"),
+        split_step(DEEPSEEK3),
+        byte_level(),
+    ),
     "deepseek-coder": (
-        split(r"[\r\n]"),
-        split(r"\s?\p{L}+"),
-        split(r"\s?\p{P}+"),
-        split("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"),
-        split(r"\p{N}"),
+        split_step(r"[\r\n]"),
+        split_step(r"\s?\p{L}+"),
+        split_step(r"\s?\p{P}+"),
+        split_step("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"),
+        split_step(r"\p{N}"),
         byte_level(),
     ),
     "falcon": (
-        split(r"[\p{P}\$\+<=>\^~\|`]+"),
-        split(GPT2),
-        split("[0-9][0-9][0-9]"),
+        split_step(r"[\p{P}\$\+<=>\^~\|`]+"),
+        split_step(GPT2),
+        split_step("[0-9][0-9][0-9]"),
         byte_level(),
     ),
     "default": (
-        split(r"[\p{P}\$\+<=>\^~\|]+"),
-        split(GPT2),
-        split(r"\p{N}+"),
-        split("[0-9][0-9][0-9]"),
+        split_step(r"[\p{P}\$\+<=>\^~\|]+"),
+        split_step(GPT2),
+        split_step(r"\p{N}+"),
+        split_step("[0-9][0-9][0-9]"),
         byte_level(),
     ),
 }

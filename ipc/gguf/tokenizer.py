@@ -24,7 +24,7 @@ NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddin
 
 
 def tokenizer_json(file: GgufFile) -> bytes:
-    """What `tokenizer.json` would hold.
+    """The content that `tokenizer.json` would have.
 
     Raises:
         GgufError: the file has no tokenizer, or one of a form that is not read; the text names those that are.
@@ -36,7 +36,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
             f"{file.path}: tokenizers of the form {kind!r} are not read, but 'gpt2', 'llama' and 'gemma4'; give "
             "that of a model folder as `tokenizer`"
         )
-    parts = byte_level(file, tokens) if kind == "gpt2" else sentencepiece(file, tokens)
+    parts = byte_level_tokenizer(file, tokens) if kind == "gpt2" else sentencepiece(file, tokens)
     described = {
         "version": "1.0",
         "truncation": None,
@@ -49,7 +49,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
 
 
 def tokenizer_config(file: GgufFile) -> Json:
-    """What `tokenizer_config.json` would hold: special tokens by name, and chat templates.
+    """The content that `tokenizer_config.json` would have: special tokens by name, and chat templates.
 
     Raises:
         GgufError: a value is of a wrong type.
@@ -111,7 +111,7 @@ def rule_of(file: GgufFile) -> str:
     return NAMES[name]
 
 
-def byte_level(file: GgufFile, tokens: Sequence[str]) -> Json:
+def byte_level_tokenizer(file: GgufFile, tokens: Sequence[str]) -> Json:
     """The parts of a byte-level tokenizer."""
     rule = rule_of(file)
     steps = list(RULES[rule])
@@ -216,7 +216,7 @@ def added_tokens(file: GgufFile, tokens: Sequence[str]) -> list[Json]:
 
 
 def post_processor(file: GgufFile, tokens: Sequence[str]) -> Json | None:
-    """What puts special tokens around a text; None if there are none to put."""
+    """The step that puts special tokens around a text; None if there are none to put."""
     is_sentencepiece = file.get("tokenizer.ggml.model", str) in SENTENCEPIECE
     begins = is_sentencepiece or rule_of(file) in BEGINS
     around: list[list[Json]] = [[], []]

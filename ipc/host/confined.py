@@ -39,7 +39,7 @@ MAX_REMEMBERED = 1024  # killed jobs that are remembered
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """What one job may use.
+    """The limits of one job.
 
     seconds: of wall-clock time. cpu_seconds: of processor time. memory_bytes: of address space, beside that of the
     job server. stack_bytes: of stack. answer_bytes: size of the answer. computes: the job waits for nothing but a
@@ -62,7 +62,7 @@ class Job(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What a job's process returns: the result, or an exception as text, type and field."""
+    """The answer of a job's process: the result, or an exception as text, type and field."""
 
     result: bytes = b""
     error: str | None = None

@@ -31,7 +31,7 @@ LOG_SECONDS = 1.0  # between two log lines about refused peers, who may try agai
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """What is known about the other side of a new connection.
+    """The other side of a new connection, as far as it is known.
 
     host: its address, for TCP. user: its user id, for ipc. key: its CURVE public key (Z85).
     """
@@ -69,7 +69,7 @@ class Gate:
         while self.socket.poll(0):
             version, number, *question = self.socket.recv_multipart()
             try:
-                verdict, name = b"200", self._admit(described(*question))
+                verdict, name = b"200", self._admit(read_peer(*question))
             except Exception as error:  # of any kind: what cannot be decided is refused
                 verdict, name = b"400", ""
                 self.refusal = error if isinstance(error, PermissionError) else PermissionError(repr(error))
@@ -111,7 +111,7 @@ class Gate:
         self.socket.close()
 
 
-def described(domain: bytes, address: bytes, identity: bytes, mechanism: bytes, *credentials: bytes) -> Peer:
+def read_peer(domain: bytes, address: bytes, identity: bytes, mechanism: bytes, *credentials: bytes) -> Peer:
     """The peer that a question of libzmq is about.
 
     Raises:

@@ -89,7 +89,7 @@ KINDS = {
 
 
 def kind_of(architecture: str) -> str | None:
-    """What a model of this architecture pools to: "embed", "classify", "token_classify"; None: it does not pool."""
+    """The task for which such a model pools: "embed", "classify", "token_classify"; None: it does not pool."""
     if architecture.endswith("RewardModel"):
         return None
     return next((kind for end, kind in KINDS.items() if architecture.endswith(end)), None)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
-from pagewire.ipc.models.registrations import adopt, registered
+from pagewire.ipc.models.registrations import adopt, all_registrations
 from pagewire.ipc.quoting import quoted
 
 logger = logging.getLogger("pagewire")
@@ -31,7 +31,7 @@ def load_allowed_plugins() -> tuple[str, ...]:
     Raises:
         ValueError: a plugin that the variable names is not installed, or fails.
     """
-    own = registered()
+    own = all_registrations()
     try:
         listed = os.environ.get(ALLOWED)
         return _load_all() if listed is None else _load_listed(listed)
@@ -47,7 +47,7 @@ def _load_listed(listed: str) -> tuple[str, ...]:
 
 def _load_all() -> tuple[str, ...]:
     names: tuple[str, ...] = ()
-    for name, entry in sorted(installed().items()):
+    for name, entry in sorted(find_plugins().items()):
         try:
             _load(name, entry)
         except ValueError as error:
@@ -64,7 +64,7 @@ def load_plugins(names: Iterable[str]) -> None:
         ValueError: one is not installed, or fails.
     """
     if missing := sorted(set(names) - _loaded):
-        entries = installed()
+        entries = find_plugins()
         for name in missing:
             if name not in entries:
                 others = ", ".join(sorted(entries)) or "none"
@@ -72,7 +72,7 @@ def load_plugins(names: Iterable[str]) -> None:
             _load(name, entries[name])
 
 
-def installed() -> dict[str, EntryPoint]:
+def find_plugins() -> dict[str, EntryPoint]:
     """The plugins of all installed packages, by name."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 

@@ -24,7 +24,7 @@ MAX_NAME = 200  # characters of an architecture or an import path
 
 
 class Registrations(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process hands on to those that it starts: the frontend to its core, the core to its workers.
+    """Registrations for the processes that one starts: a frontend hands them to its core, a core to its workers.
 
     models: import path of the class, by architecture. families: import paths of `Family` tables.
     plugins: names of the plugins that the core has loaded, and that workers load as well.
@@ -39,7 +39,7 @@ _models: dict[str, str] = {}
 _families: dict[str, None] = {}  # a set that keeps its order
 
 
-def registered(plugins: tuple[str, ...] = ()) -> Registrations:
+def all_registrations(plugins: tuple[str, ...] = ()) -> Registrations:
     """All that is registered in this process. plugins: those that are loaded."""
     return Registrations(dict(_models), tuple(_families), plugins)
 
@@ -106,7 +106,7 @@ def import_path(kind: type) -> str:
     return path
 
 
-def imported(path: str) -> Any:
+def import_object(path: str) -> Any:
     """The object at an import path.
 
     Raises:

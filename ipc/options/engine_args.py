@@ -64,7 +64,7 @@ AGAINST_TIER = {
 
 
 def absent_option(name: str) -> Absent | None:
-    """What the table says of an option that pagewire does not have, or only as one of the server; else None."""
+    """The table's entry for an option that pagewire does not have, or only as one of the server; else None."""
     return OPTIONS.get(name) or NAMES.get(f"EngineArgs({name})")
 
 
@@ -303,7 +303,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
             raise ValueError("qlora_adapter_name_or_path needs quantization='bitsandbytes'")
 
     def resolved_speculation(self) -> SpeculativeConfig | None:
-        """What proposes tokens; None if nothing does.
+        """The configuration of speculative decoding; None without any.
 
         Raises:
             ValueError: a bad option.

@@ -173,7 +173,7 @@ class ModelOptions:
 
 @dataclass(init=False, repr=False, eq=False)
 class MediaOptions:
-    """What may be fetched for prompts with pictures and sounds."""
+    """Options: places from which prompts may have pictures and sounds."""
 
     allowed_local_media_path: str = option(
         "",
@@ -483,7 +483,7 @@ class SchedulerOptions:
 
 @dataclass(init=False, repr=False, eq=False)
 class SpeculationOptions:
-    """What proposes tokens; see `ipc.speculative`."""
+    """Options of speculative decoding; see `ipc.speculative`."""
 
     speculative_config: dict[str, Any] = option(
         None,

@@ -55,7 +55,7 @@ class StructuredOutputsConfig(
         return cls(**value)
 
     def completed(self, structure: StructuredOutputsParams) -> StructuredOutputsParams:
-        """What a request must look like, with these settings."""
+        """The form that the output of a request must have, completed by these settings."""
         if structure.kind not in JSON_STRUCTURES or self == StructuredOutputsConfig():
             return structure
         compact = self.disable_any_whitespace and structure.whitespace_pattern is None

@@ -35,7 +35,7 @@ def _hash(parent: bytes, num_tokens: int, tokens: bytes, keys: bytes) -> bytes:
 
 
 def encoded_keys(keys: list[tuple[Any, ...]]) -> bytes:
-    """What a block depends on beside tokens and parent (`Prompt.block_keys`), encoded; empty for nothing."""
+    """The encoded keys of a block beside tokens and parent (`Prompt.block_keys`); empty if there are none."""
     return msgspec.msgpack.encode(keys) if keys else b""
 
 

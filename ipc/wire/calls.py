@@ -23,7 +23,7 @@ from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypedDict, T
 import msgspec
 from msgspec import Meta
 
-from pagewire.ipc.bounds import converted
+from pagewire.ipc.bounds import convert_value
 from pagewire.ipc.compatibility import KnowsAttributes
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.wire.budget import MAX_NAME_CHARS, MAX_OPTIONS_CHARS, MAX_WEIGHT_BYTES
@@ -50,7 +50,7 @@ class RunsIn(Enum):
 
 
 class Right(Enum):
-    """What a frontend may be allowed to do; the value is its name in a file of rights."""
+    """A right that a frontend may have; the value is its name in a file of rights."""
 
     READ = "read"
     """See the state of the engine, its metrics, and the ids of all requests."""
@@ -150,7 +150,7 @@ class RemoteCall(msgspec.Struct, frozen=True, dict=True):
         return bound.arguments
 
     def answer(self, result: Any) -> Any:
-        """What the method returns, made of the core's answer.
+        """The value that the method returns, made of the core's answer.
 
         Raises:
             ProtocolError: an answer of another type.
@@ -172,7 +172,7 @@ class RemoteCall(msgspec.Struct, frozen=True, dict=True):
 
     def _checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            name: converted(f"{self.name}: {name}", value, self.types[name])
+            name: convert_value(f"{self.name}: {name}", value, self.types[name])
             for name, value in arguments.items()
             if name in self.sent.parameters
         }

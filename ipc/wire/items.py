@@ -173,7 +173,7 @@ class Prompt(Item):
         ]
 
     def block_keys(self, index: int, block_size: int) -> list[tuple[str | bytes | int, ...]]:
-        """What KV block `index` depends on beside its tokens and the blocks before it.
+        """The keys of KV block `index` beside its tokens and the blocks before it.
 
         Salt and adapter are keys of the first block, and so of all, because names of blocks are chained. A medium
         is a key of every block that it touches, with its place relative to the block.
@@ -217,7 +217,7 @@ class Retention(Item):
 
 
 class RetainedPrefix(Item):
-    """What became of a `Retention`.
+    """The outcome of a `Retention`.
 
     num_tokens: of the sequence, from its beginning, that are kept. refusal: why these are not all; empty: they are.
     """

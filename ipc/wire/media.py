@@ -57,7 +57,7 @@ class MediaInfo(msgspec.Struct, omit_defaults=True, frozen=True):
 
 
 class MediaLayout(msgspec.Struct, omit_defaults=True, frozen=True):
-    """What stands in a prompt in place of one placeholder, for a medium of some shape."""
+    """The tokens that replace one placeholder in a prompt, for a medium of some shape."""
 
     token_ids: Annotated[list[int], Meta(max_length=MAX_TOKENS)]
 

@@ -141,7 +141,7 @@ class Submit(Message, tag="submit"):
 
 
 class Outline(Struct):
-    """What is read of a message without decoding it: its kind, its requests apart, and the number of a call."""
+    """The parts of a message that are read undecoded: its kind, its requests apart, and the number of a call."""
 
     type: str = ""
     requests: Annotated[list[Raw], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)] = []

@@ -60,7 +60,7 @@ class SamplingType(IntEnum):
 
 
 class RequestOutputKind(Enum):
-    """What each `RequestOutput` of a stream holds."""
+    """The part of an output that each `RequestOutput` of a stream has."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -115,7 +115,7 @@ def check_turn(priority: int, age: float) -> None:
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """What the output must look like: exactly one of the first six is set.
+    """The form that the output must have: exactly one of the first six is set.
 
     The engine generates nothing that does not fit, and ends when the output is complete. `max_tokens` may cut
     it short: only an output that ends with the finish reason "stop" is sure to be complete.
@@ -450,7 +450,7 @@ class SamplingParams(
         self.structured_outputs, self.guided_decoding = structure or guided, None
 
     def _check_values(self) -> None:
-        """What bounds cannot say of a single field."""
+        """Check what the bounds of single fields cannot say."""
         if self.n > 1 and self.n > max_n():
             raise FieldValueError(
                 "n", f"must be at most {max_n()}, got {self.n}; PAGEWIRE_MAX_N_SEQUENCES raises it"
@@ -514,7 +514,7 @@ class SamplingParams(
 
     def _check_beams(self) -> None:
         check_early_stopping(self.early_stopping)
-        if (refused := beams.refusal(self, self.use_beam_search)) is not None:
+        if (refused := beams.beam_refusal(self, self.use_beam_search)) is not None:
             raise refused
         if self.use_beam_search and self.structured_outputs is not None:
             raise FieldValueError(

@@ -77,7 +77,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
 
 
 class PoolerConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """What to set in place of the pooling that a checkpoint describes; None: as it is there.
+    """Settings in place of the pooling that a checkpoint describes; None: as it is there.
 
     Attributes:
         pooling_type: "LAST", "MEAN" or "CLS": which tokens' hidden states make the result.

@@ -23,7 +23,7 @@ from pagewire.ipc.wire.params import Name, SamplingParams
 
 
 class Request(Item):
-    """What a frontend submits, once: a prompt, and what to do with it.
+    """A request that a frontend submits: a prompt, and a task for it.
 
     key: chosen by the frontend, unique among its unfinished requests; deltas carry it.
     request_id: the public id, for logs.

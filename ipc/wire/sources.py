@@ -108,7 +108,7 @@ class SourceInfo(msgspec.Struct, omit_defaults=True, frozen=True):
         return data.shape[0] if self.kind == TEXT else self.max_tokens
 
 
-def filled(num_tokens: int, block_size: int) -> int:
+def num_filled_tokens(num_tokens: int, block_size: int) -> int:
     """The tokens of whole blocks that hold a source."""
     return -(-num_tokens // block_size) * block_size
 
@@ -116,12 +116,14 @@ def filled(num_tokens: int, block_size: int) -> int:
 def text_source(token_ids: list[int], block_size: int) -> Media:
     """A text as a source."""
     data = Tensor("int64", (len(token_ids),), b"".join(i.to_bytes(8, "little") for i in token_ids))
-    return Media(0, filled(len(token_ids), block_size), media_name(TEXT, data, ""), data, kind=TEXT)
+    return Media(
+        0, num_filled_tokens(len(token_ids), block_size), media_name(TEXT, data, ""), data, kind=TEXT
+    )
 
 
 def sound_source(data: Tensor, info: SourceInfo, block_size: int, options: str = "") -> Media:
     """A sound float32 [samples] as a source. options: of an `SoundExcerpt`."""
-    num_tokens = filled(info.max_tokens, block_size)
+    num_tokens = num_filled_tokens(info.max_tokens, block_size)
     return Media(0, num_tokens, media_name(SOUND, data, options), data, kind=SOUND, options=options)
 
 
@@ -149,7 +151,7 @@ def check_source(prompt: Prompt, info: SourceInfo, block_size: int) -> None:
     if num_tokens > info.max_tokens:
         raise ValueError(f"the source has {num_tokens} tokens, and this model takes {info.max_tokens}")
     check_sound(source, info)
-    if source.num_tokens != filled(num_tokens, block_size) or source.embeddings or source.uuid:
+    if source.num_tokens != num_filled_tokens(num_tokens, block_size) or source.embeddings or source.uuid:
         raise ValueError("the source does not fill its blocks")
     if len(prompt.token_ids) <= source.num_tokens:
         raise ValueError("the target is empty: it begins with the decoder's start token")

@@ -157,7 +157,7 @@ class RowResult(Item):
 
 
 class Way(StrEnum):
-    """What runs a step in a worker, see `pagewire.workers.run.route`."""
+    """The way in which a worker runs a step, see `pagewire.workers.run.route`."""
 
     DECODING = "decoding"
     ENCODING = "encoding"

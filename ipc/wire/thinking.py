@@ -96,7 +96,7 @@ class ThinkingState:
 def finish_of(
     budget: int, marks: ThinkingMarks, prompt_ids: Sequence[int], token_ids: Sequence[int]
 ) -> str | None:
-    """What has ended the reasoning of an output: "budget", or "stop" for the model itself; None if nothing has."""
+    """The cause that ended the reasoning of an output: "budget", or "stop" for the model itself; None: nothing."""
     state = ThinkingState(budget, marks, prompt_ids)
     for token_id in token_ids:
         state.add(token_id)

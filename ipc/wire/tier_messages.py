@@ -110,7 +110,7 @@ class LentBlocks(Item):
 
 
 class TierReport(Message, tag="tier_report"):
-    """What has changed in the tiers.
+    """The changes in the tiers.
 
     added, removed: names on disk, one behind the other. moved, lent: answers.
     identity: of the blocks that go to other cores, which have the same one; empty as long as it is not known.

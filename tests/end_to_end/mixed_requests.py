@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from pagewire import AsyncLLM
-from pagewire.frontend.requests.defaults import default_sampling_params
+from pagewire.frontend.requests.checked_params import default_sampling_params
 from pagewire.frontend.text.chat_template import chat_prompt
 
 TOPICS = ("list", "tuple", "class", "module", "import", "with", "yield", "lambda", "assert", "string", "é😀")

@@ -44,7 +44,7 @@ def expected(llm: LLM) -> dict[str, dict[str, float]]:
     """The probability of each label among all tokens, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(model_folder("demo"), dtype=torch.float32)
     tokenizer, found = llm.get_tokenizer(), {}
-    own = llm.session.tokenizer
+    own = llm.session.intake.tokenizer
     assert own is not None
     for name, question in QUESTIONS.items():
         messages = [{"role": "user", "content": AskedQuestion(question, own).message(STATE, None)}]

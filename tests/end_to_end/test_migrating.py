@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 import pagewire.demo
 from pagewire import LLM
+from pagewire.frontend.core import open_session
 from pagewire.frontend.core.session import Session
 from pagewire.ipc.options.engine_args import EngineArgs
 from tests.end_to_end.conftest import SMALL_CORE, Daemon
@@ -111,9 +112,9 @@ def test_a_program_runs(
         spawned += 1
         args.check()
         kind = "adapters" if args.enable_lora else "embeddings" if "e5" in args.model else "generation"
-        return Session.attach(cores[kind])
+        return open_session.attach(cores[kind])
 
-    monkeypatch.setattr(Session, "spawn", spawn)
+    monkeypatch.setattr(open_session, "spawn", spawn)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo_id: str(adapter))
     arguments = OFFLINE[name]
     run(name, *arguments, *[str(tmp_path / "out")] * (arguments[-1:] == ["-o"]), monkeypatch=monkeypatch)

@@ -14,7 +14,7 @@ MAX_FILES = 105  # that one may have to read to follow a plain request from `LLM
 
 # Homes of names of the wiring that a plain request reaches all the same, and why.
 REACHED = {
-    "ipc.options.engine_args": "the type of what `Session.spawn` and `from_engine_args` take",
+    "ipc.options.engine_args": "the type of what `open_session.spawn` and `from_engine_args` take",
     "frontend.requests.decisions": "the type of what `LLM.decide` returns",
 }
 

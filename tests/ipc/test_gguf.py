@@ -15,7 +15,7 @@ import pytest
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.gguf import file as gguf_file
-from pagewire.ipc.gguf.config import ARCHITECTURES, generation_config, model_config
+from pagewire.ipc.gguf.config import ARCHITECTURES, generation_config, gguf_model_config
 from pagewire.ipc.gguf.file import GgufError, read_gguf, read_metadata
 from tests.gguf_headers import Tensor, content, text, write
 
@@ -165,7 +165,7 @@ def test_a_damaged_file_is_read_or_refused(tmp_path: Path) -> None:
 def test_configuration(tmp_path: Path) -> None:
     sampling = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
     file = read_gguf(write(tmp_path / "a.gguf", LLAMA | sampling, [EMBEDDING, FREQUENCIES]))
-    config = model_config(file)
+    config = gguf_model_config(file)
     assert (config["model_type"], config["vocab_size"], config["hidden_size"], config["head_dim"]) == (
         "llama",
         5,
@@ -184,7 +184,7 @@ def test_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("types", "dtype"), [((0, 0), "float32"), ((1, 1), "float16"), ((0, 1), "bfloat16")])
 def test_the_dtype_is_that_of_plain_matrices(types: tuple[int, int], dtype: str, tmp_path: Path) -> None:
     tensors = [(EMBEDDING[0], (5, 8), types[0], bytes(160)), ("output.weight", (5, 8), types[1], bytes(160))]
-    assert model_config(read_gguf(write(tmp_path / "a.gguf", LLAMA, tensors)))["dtype"] == dtype
+    assert gguf_model_config(read_gguf(write(tmp_path / "a.gguf", LLAMA, tensors)))["dtype"] == dtype
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from pagewire.engine_core.config.speculative_model import resolve_speculation
 from pagewire.ipc.options.engine_args import EngineArgs
-from pagewire.ipc.speculative import SpeculativeConfig, method_of
+from pagewire.ipc.speculative import SpeculativeConfig, draft_method
 
 TYPICAL_NGRAMS = {"method": "ngram", "acceptance_method": "typical_acceptance_sampler"}
 
@@ -218,7 +218,7 @@ def test_a_value_of_a_wrong_type_names_its_option() -> None:
     ],
 )
 def test_a_model_says_what_it_is(config: dict[str, Any], method: str) -> None:
-    assert method_of(config) == method
+    assert draft_method(config) == method
 
 
 def model(folder: Path, **config: Any) -> str:

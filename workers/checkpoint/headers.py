@@ -14,7 +14,7 @@ from pagewire.ipc.families.family import ForeignModel
 from pagewire.ipc.files.hub import read_json
 from pagewire.ipc.files.model_configs import read_configs, read_foreign
 from pagewire.ipc.files.safetensors import LENGTH_BYTES, parse_header
-from pagewire.ipc.gguf.config import model_config
+from pagewire.ipc.gguf.config import gguf_model_config
 from pagewire.ipc.gguf.file import GgufError, TensorInfo, is_gguf, read_gguf
 from pagewire.ipc.quoting import quoted
 from pagewire.workers.checkpoint.gguf_names import BLOCKS, MODELS, WeightPlace, joined_shape, places
@@ -165,7 +165,7 @@ def _gguf_headers(path: Path, hf_overrides: Mapping[str, Any]) -> Headers:
     """The headers of a GGUF file, or of all parts of a split one, with the names that transformers has."""
     try:
         file = read_gguf(path)
-        config = {**model_config(file), **hf_overrides}
+        config = {**gguf_model_config(file), **hf_overrides}
     except GgufError as error:
         raise LoadError(str(error)) from error
     if config["model_type"] not in MODELS:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagewire.ipc.models.plugins import load_plugins
-from pagewire.ipc.models.registrations import Registrations, adopt, imported, model_path
+from pagewire.ipc.models.registrations import Registrations, adopt, import_object, model_path
 from pagewire.workers.errors import LoadError
 
 
@@ -37,7 +37,7 @@ def registered_class(values: Mapping[str, Any]) -> Any:
     from transformers import PreTrainedModel
 
     try:
-        own = imported(path)
+        own = import_object(path)
     except ValueError as error:
         raise LoadError(str(error)) from error
     if not (isinstance(own, type) and issubclass(own, PreTrainedModel)):

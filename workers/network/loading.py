@@ -21,7 +21,7 @@ from torch import nn
 
 from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.ipc.quantization import QUANTISED_LOAD_FORMATS, settings_of
-from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
+from pagewire.ipc.wire.sources import SOUND, SourceInfo, num_filled_tokens
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.data.paging import KVScales
@@ -150,7 +150,9 @@ class ModelSettings:
         scales = kv_scales(worker_config, kv_dtype, num_decoder_layers(config))
         if is_encoder_decoder:
             source = source_info(worker_config, config)
-            max_len = filled(source.max_tokens, worker_config.block_size) + source.max_target_tokens
+            max_len = (
+                num_filled_tokens(source.max_tokens, worker_config.block_size) + source.max_target_tokens
+            )
             return cls(config, spec, dtype, kv_dtype, scales, max_len, source, packed)
         max_len = max_length(worker_config, config, spec)
         return cls(config, spec, dtype, kv_dtype, scales, max_len, packed=packed)

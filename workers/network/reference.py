@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.wire.codec import Tensor as PlainTensor
-from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
+from pagewire.ipc.wire.sources import SOUND, SourceInfo, num_filled_tokens
 from pagewire.workers.caches.slot_source import SlotSource
 from pagewire.workers.caches.sources import Features
 from pagewire.workers.device.interface import Device
@@ -86,7 +86,7 @@ class DryRun:
         generator = torch.Generator().manual_seed(0)
         hears = info.kind == SOUND
         lengths = [info.max_tokens] * len(LENGTHS) if hears else [min(n, BLOCK) for n in SOURCES]
-        first = filled(max(lengths), BLOCK)
+        first = num_filled_tokens(max(lengths), BLOCK)
         targets = [min(n, info.max_target_tokens) for n in LENGTHS]
         ids = [torch.randint(5, vocab_size, (first + n,), generator=generator) for n in targets]
         sounds = [sound_of(info, generator) if hears else None for _ in lengths]

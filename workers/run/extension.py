@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagewire.ipc.models.registrations import imported
+from pagewire.ipc.models.registrations import import_object
 from pagewire.ipc.quoting import shortened
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.workers.errors import LoadError
@@ -49,7 +49,7 @@ class ExtensionClass:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._class = imported(path) if path else None
+            self._class = import_object(path) if path else None
         except Exception as error:
             raise self._refusal(error) from error
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.models.own_code import ProcessorSource
-from pagewire.ipc.models.registrations import imported
+from pagewire.ipc.models.registrations import import_object
 from pagewire.ipc.quoting import shortened
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import PendingTokens, TokenSampler
@@ -223,7 +223,7 @@ def open_processor(source: ProcessorSource, config: WorkerConfig, device: torch.
         LoadError: that fails; the text says why.
     """
     try:
-        code = imported(source.path)
+        code = import_object(source.path)
         return ProcessorBatch(source, maker(code, config, device))
     except Exception as error:
         cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -7,8 +7,8 @@ from typing import Any
 
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.embeds import check_embeds_params
-from pagewire.frontend.requests.inputs import Intake, Prepared, check_keys, check_place, salt_of
-from pagewire.frontend.requests.lora import UsedAdapter
+from pagewire.frontend.requests.inputs import Intake, Prepared, check_keys, check_request_place, salt_of
+from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
 from pagewire.frontend.requests.pooling.text import encode
 from pagewire.frontend.requests.retention import refuse_retention
 from pagewire.frontend.text.length import ContextLengthError
@@ -24,7 +24,7 @@ from pagewire.ipc.wire.pooling import PoolingInfo, PoolingParams
 TOKEN_TYPES = "token_type_ids"
 
 
-def pooling_info(info: EngineInfo) -> PoolingInfo:
+def pooling_of(info: EngineInfo) -> PoolingInfo:
     """The engine's pooling.
 
     Raises:
@@ -57,13 +57,15 @@ def engine_task(task: str | None, info: PoolingInfo) -> str:
     raise ValueError(f"this model does not serve the task {task!r}, it serves {', '.join(info.tasks)}")
 
 
-def completed(params: PoolingParams | None, info: EngineInfo, task: str | None = None) -> PoolingParams:
+def check_pooling_params(
+    params: PoolingParams | None, info: EngineInfo, task: str | None = None
+) -> PoolingParams:
     """A copy of parameters with everything that the engine needs to know; task: in place of that of `params`.
 
     Raises:
         ValueError: a parameter does not fit the model. TypeError: they are no parameters to pool.
     """
-    pooling = pooling_info(info)
+    pooling = pooling_of(info)
     if params is None:
         params = PoolingParams()
     elif not isinstance(params, PoolingParams):
@@ -93,7 +95,7 @@ def completed(params: PoolingParams | None, info: EngineInfo, task: str | None =
     return params
 
 
-def params_of(
+def pooling_params_for(
     params: PoolingParams | Sequence[PoolingParams] | None,
     num_prompts: int,
     info: EngineInfo,
@@ -109,20 +111,20 @@ def params_of(
         TypeError: something else than parameters.
     """
     if params is None or isinstance(params, PoolingParams):
-        return [complete(params, info, task, truncate_prompt_tokens)] * num_prompts
+        return [complete_pooling_params(params, info, task, truncate_prompt_tokens)] * num_prompts
     if not isinstance(params, Sequence):
         raise FieldTypeError(
             "pooling_params", f"must be PoolingParams or a list of them, got {type(params).__name__}"
         )
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} pooling parameters")
-    return [complete(each, info, task, truncate_prompt_tokens) for each in params]
+    return [complete_pooling_params(each, info, task, truncate_prompt_tokens) for each in params]
 
 
-def complete(
+def complete_pooling_params(
     params: PoolingParams | None, info: EngineInfo, task: str | None, truncate_prompt_tokens: int | None
 ) -> PoolingParams:
-    """Checked parameters for one prompt or several; see `params_of`."""
+    """Checked parameters for one prompt or several; see `pooling_params_for`."""
     if truncate_prompt_tokens is not None:
         params = PoolingParams() if params is None else params
         if not isinstance(params, PoolingParams):
@@ -131,27 +133,28 @@ def complete(
             params = params.clone()
             params.truncate_prompt_tokens = truncate_prompt_tokens
             params.__post_init__()
-    return completed(params, info, task)
+    return check_pooling_params(params, info, task)
 
 
-def prepare(
+def prepare_pooling(
     intake: Intake,
     prompt: Any,
     params: PoolingParams,
     request_id: str,
-    key: int,
     priority: int = 0,
     age: float = 0.0,
-    adapter: UsedAdapter | None = None,
+    lora_request: LoRARequest | None = None,
 ) -> Prepared:
-    """The request for one prompt. params: `completed`. prompt: as for generation, or a `TextPair`. adapter: that it
-    runs with.
+    """The request for one prompt. params: `check_pooling_params`. prompt: as for generation, or a `TextPair`.
+
+    age: seconds since the request arrived. lora_request: the adapter that it runs with.
 
     Raises:
-        ValueError, TypeError: the prompt is invalid or too long, or as `check_place`.
+        ValueError, TypeError: the prompt is invalid or too long, no such adapter, or as `check_request_place`.
     """
-    check_place(intake.info, request_id, priority, age)
-    pooling = pooling_info(intake.info)
+    adapter = intake.find_adapter(lora_request)
+    check_request_place(intake.info, request_id, priority, age)
+    pooling = pooling_of(intake.info)
     content, text, second = _content(intake, prompt, params, adapter)
     num_tokens = len(content.token_ids)
     if num_tokens > intake.info.max_model_len:
@@ -161,7 +164,7 @@ def prepare(
         params.second_segment = second
     pooling.check(params, num_tokens)
     request = Request(
-        key=key,
+        key=intake.next_key(),
         request_id=request_id,
         prompt=content,
         task=params,
@@ -170,14 +173,14 @@ def prepare(
         age=age,
         adapter=None if adapter is None else adapter.source,
     )
-    return Prepared(request, text if isinstance(text, str) else None, adapter)
+    return Prepared(request, text if isinstance(text, str) else None, None, adapter)
 
 
 def _content(
     intake: Intake, prompt: Any, params: PoolingParams, adapter: UsedAdapter | None
 ) -> tuple[Prompt, str | TextPair | None, int]:
     """A prompt as the core gets it, its text, if known, and the first token of its second text; 0: it has one."""
-    info, pooling = intake.info, pooling_info(intake.info)
+    info, pooling = intake.info, pooling_of(intake.info)
     keep = info.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
     if has_media(prompt):
         raise ValueError("models that pool take no pictures or sounds: give text, token ids or embeddings")

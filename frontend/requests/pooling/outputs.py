@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class PoolingOutput:
-    """What was pooled of a prompt: a list of floats, or one list for each token.
+    """The values that were pooled of a prompt: a list of floats, or one list for each token.
 
     tensor: the values as they came, float32 [size] or [tokens, size].
     """

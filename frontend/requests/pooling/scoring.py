@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagewire.frontend.requests.inputs import prompts_of
-from pagewire.frontend.requests.pooling.inputs import pooling_info
+from pagewire.frontend.requests.pooling.inputs import pooling_of
 from pagewire.frontend.requests.pooling.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
@@ -28,7 +28,7 @@ def scoring_info(info: EngineInfo) -> PoolingInfo:
     Raises:
         ValueError: its model generates, or is a classifier of several classes.
     """
-    pooling = pooling_info(info)
+    pooling = pooling_of(info)
     if not (pooling.cross_encoder or pooling.late_interaction or "embed" in pooling.tasks):
         raise ValueError(
             f"{info.served_model_names[0]} classifies into {pooling.size} classes and does not score pairs: that "
@@ -61,10 +61,10 @@ def text_pairs(first: Sequence[Any], second: Sequence[Any]) -> list[TextPair]:
     """
     if len(first) == 1:
         first = list(first) * len(second)
-    return [TextPair(text_of(a), text_of(b)) for a, b in zip(first, second, strict=True)]
+    return [TextPair(scored_text(a), scored_text(b)) for a, b in zip(first, second, strict=True)]
 
 
-def text_of(prompt: Any) -> str:
+def scored_text(prompt: Any) -> str:
     """The text of a prompt.
 
     Raises:
@@ -77,7 +77,7 @@ def text_of(prompt: Any) -> str:
 
 
 class ScorePlan:
-    """What to pool to score pairs of texts, and the scores of the results.
+    """A plan to score pairs of texts: the prompts to pool, and the scores of the results.
 
     task, prompts: to pool, such as `encode` takes them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pagewire.frontend.text.length import CUT_TOKENS, check_length
+from pagewire.frontend.text.length import CUT_TOKENS, check_text_length
 from pagewire.frontend.text.tokenizer import FastTokenizer, Tokenizer
 from pagewire.ipc.errors import FieldValueError
 
@@ -33,18 +33,18 @@ def encode(
     """
     if keep is None:
         for text in (first, second):
-            check_length(tokenizer, text or "", max_model_len)
+            check_text_length(tokenizer, text or "", max_model_len)
         if second is None:
             return Encoded(tokenizer.encode(first), 0)
     else:
-        first = beginning(tokenizer, first, keep)
-        second = None if second is None else beginning(tokenizer, second, keep)
+        first = take_beginning(tokenizer, first, keep)
+        second = None if second is None else take_beginning(tokenizer, second, keep)
     if isinstance(tokenizer, FastTokenizer):
         return _encode_fast(tokenizer.original, first, second, keep)
     return _encode_slow(tokenizer.original, first, second, keep)
 
 
-def beginning(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
+def take_beginning(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
     """The beginning of a text, long enough that its first `num_tokens` tokens are those of the whole text."""
     size = CHARS_PER_TOKEN * (num_tokens + CUT_TOKENS)
     while size < len(text):

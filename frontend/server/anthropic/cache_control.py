@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagewire.frontend.client import Tokenizer, TokensPrompt, has_media, tokenizing
+from pagewire.frontend.client import Tokenizer, TokensPrompt, has_media, tokenize_off_loop
 from pagewire.frontend.server.anthropic.protocol import CountTokensRequest
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.ipc.quoting import quoted
@@ -60,10 +60,12 @@ class MarkedBlocks:
             blocks._read(turn.get("content"), f"messages[{index}].content")
         blocks._mark({"cache_control": request.cache_control}, "")
         if len(blocks.marks) > MAX_MARKS:
-            raise bad(f"at most {MAX_MARKS} blocks may have cache_control, got {len(blocks.marks)}")
+            raise bad_cache_control(
+                f"at most {MAX_MARKS} blocks may have cache_control, got {len(blocks.marks)}"
+            )
         times = [mark.seconds for mark in blocks.marks]
         if times != sorted(times, reverse=True):
-            raise bad("cache_control: a ttl of 1h must not come after one of 5m")
+            raise bad_cache_control("cache_control: a ttl of 1h must not come after one of 5m")
         return blocks
 
     def _read(self, content: Any, place: str) -> None:
@@ -73,9 +75,9 @@ class MarkedBlocks:
             return
         for index, block in enumerate(content if isinstance(content, list) else ()):
             if isinstance(block, dict):
-                self.texts.append(text_of(block))
+                self.texts.append(block_text(block))
                 self._mark(block, f"{place}[{index}]")
-                for part in parts_of(block):
+                for part in inner_blocks(block):
                     self._mark(part, f"{place}[{index}].content")
 
     def _mark(self, block: JSON, place: str) -> None:
@@ -85,9 +87,9 @@ class MarkedBlocks:
             return
         name = f"{place}.cache_control" if place else "cache_control"
         if not isinstance(given, dict) or given.get("type") != "ephemeral":
-            raise bad(f"{name} must be an object with the type 'ephemeral'")
+            raise bad_cache_control(f"{name} must be an object with the type 'ephemeral'")
         if (ttl := given.get("ttl", "5m")) not in SECONDS:
-            raise bad(f"{name}.ttl must be one of {', '.join(SECONDS)}, got {quoted(ttl)}")
+            raise bad_cache_control(f"{name}.ttl must be one of {', '.join(SECONDS)}, got {quoted(ttl)}")
         self.marks.append(CacheMark(len(self.texts), SECONDS[ttl]))
 
     def counting(self) -> list[CacheMark]:
@@ -116,10 +118,10 @@ class MarkedBlocks:
         return start if before_turns else end
 
 
-async def wishes_of(
+async def cache_wishes(
     request: CountTokensRequest, prompt: TokensPrompt, tokenizer: Tokenizer
 ) -> list[Retention]:
-    """What a request asks to keep cached of its prompt: shorter parts first.
+    """The parts of its prompt that a request asks to keep cached, shorter ones first.
 
     Raises:
         APIError: a mark is malformed, there are too many, or a longer time comes after a shorter one.
@@ -131,23 +133,23 @@ async def wishes_of(
         end = None if has_media(prompt) else blocks.end_of(mark, text)
         num_tokens = 0
         if end is not None:
-            ids = await tokenizing(end, tokenizer.encode, text[:end], False)
+            ids = await tokenize_off_loop(end, tokenizer.encode, text[:end], False)
             num_tokens = num_equal(ids, prompt["prompt_token_ids"])
         wishes.append(Retention(mark.seconds, num_tokens=num_tokens))
     return wishes
 
 
-def text_of(block: JSON) -> str | None:
+def block_text(block: JSON) -> str | None:
     """The text of a block that stands in the prompt as it is; None if it has none."""
     if isinstance(text := block.get("text"), str):
         return text
     if isinstance(content := block.get("content"), str):
         return content
-    texts = [text for part in parts_of(block) if isinstance(text := part.get("text"), str)]
+    texts = [text for part in inner_blocks(block) if isinstance(text := part.get("text"), str)]
     return texts[-1] if texts else None
 
 
-def parts_of(block: JSON) -> Iterator[JSON]:
+def inner_blocks(block: JSON) -> Iterator[JSON]:
     """The blocks within a block, such as those of a tool's result."""
     content = block.get("content")
     return (part for part in (content if isinstance(content, list) else ()) if isinstance(part, dict))
@@ -161,6 +163,6 @@ def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
     )
 
 
-def bad(message: str) -> APIError:
+def bad_cache_control(message: str) -> APIError:
     """The error for a malformed mark."""
     return APIError(400, message, param="cache_control")

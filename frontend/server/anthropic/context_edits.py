@@ -10,7 +10,7 @@ import msgspec
 from pagewire.frontend.client import TokensPrompt
 from pagewire.frontend.server.anthropic.protocol import AppliedEdit
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.prepared_chat import counted, prompt_of
+from pagewire.frontend.server.openai.prepared_chat import place_media, prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.serving.service import Service
@@ -100,16 +100,16 @@ class EditedPrompt:
     async def _without_results(
         self, service: Service, chat: ChatRequest, tools: ToolUse, edit: ClearToolUses
     ) -> ChatRequest:
-        number = await num_tokens(service, chat, tools)
+        number = await num_message_tokens(service, chat, tools)
         self.original = number if self.original is None else self.original
         uses = sum(message["role"] == "tool" for message in chat.messages)
         if (uses if edit.trigger.type == "tool_uses" else number) <= edit.trigger.value:
             return chat
-        messages, num_cleared = cleared(chat.messages, edit)
+        messages, num_cleared = clear_results(chat.messages, edit)
         if not num_cleared:
             return chat
         shorter = msgspec.structs.replace(chat, messages=messages)
-        saved = number - await num_tokens(service, shorter, tools)
+        saved = number - await num_message_tokens(service, shorter, tools)
         if edit.clear_at_least is not None and saved < edit.clear_at_least.value:
             return chat
         self.applied.append(
@@ -120,12 +120,12 @@ class EditedPrompt:
         return shorter
 
 
-async def num_tokens(service: Service, chat: ChatRequest, tools: ToolUse) -> int:
+async def num_message_tokens(service: Service, chat: ChatRequest, tools: ToolUse) -> int:
     """Return the number of tokens of a prompt, which may be longer than the model takes."""
-    return len(await counted(service, await prompt_of(service, chat, tools, counts=True)))
+    return len(await place_media(service, await prompt_of(service, chat, tools, counts=True)))
 
 
-def cleared(messages: list[JSON], edit: ClearToolUses) -> tuple[list[JSON], int]:
+def clear_results(messages: list[JSON], edit: ClearToolUses) -> tuple[list[JSON], int]:
     """Return messages without the results of old calls, and how many these are."""
     names = {
         call["id"]: call["function"]["name"] for each in messages for call in each.get("tool_calls") or ()

@@ -28,12 +28,12 @@ from pagewire.frontend.server.anthropic.protocol import (
     ToolUseBlock,
     UrlSource,
 )
-from pagewire.frontend.server.anthropic.tools import tools_of
+from pagewire.frontend.server.anthropic.tools import anthropic_tools
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
-from pagewire.frontend.server.openai.reminders import has_begun, reminder
-from pagewire.frontend.server.openai.size import too_many
+from pagewire.frontend.server.openai.reminders import has_conversation_begun, reminder
+from pagewire.frontend.server.openai.size import too_many_values
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_PARTS
 
@@ -69,7 +69,7 @@ NO_BUDGET = (
 JSON = dict[str, Any]
 
 
-def chat_request(
+def chat_of_anthropic(
     request: CountTokensRequest, reasons: bool, limits: bool = False, strict_tools: bool = False
 ) -> ChatRequest:
     """Convert a request to one for a chat completion.
@@ -80,10 +80,10 @@ def chat_request(
     Raises:
         APIError: a message, block, tool or field is malformed or not supported.
     """
-    messages = messages_of(request)
+    messages = anthropic_messages(request)
     config = request.output_config or OutputConfig()
     choice = request.tool_choice or MessageToolChoice("auto")
-    tools, chosen = tools_of(request.tools or (), choice, strict_tools)
+    tools, chosen = anthropic_tools(request.tools or (), choice, strict_tools)
     fields: JSON = {}
     if isinstance(request, MessagesRequest):
         fields = {name: getattr(request, name) for name in SAME_NAME}
@@ -106,7 +106,7 @@ def chat_request(
 
 
 def budget_of(request: MessagesRequest, limits: bool) -> int | None:
-    """Return the most tokens of reasoning; None: no limit. limits: see `chat_request`.
+    """Return the most tokens of reasoning; None: no limit. limits: see `chat_of_anthropic`.
 
     Clients always send a budget, so one that has no effect is warned of.
     """
@@ -114,13 +114,13 @@ def budget_of(request: MessagesRequest, limits: bool) -> int | None:
     if thinking is None or thinking.budget_tokens is None or thinking.type == "disabled":
         return None
     if not limits:
-        warn(NO_BUDGET)
+        warn_client(NO_BUDGET)
         return None
     return thinking.budget_tokens
 
 
 def thinking_variables(request: CountTokensRequest, reasons: bool) -> JSON:
-    """Return the variables of the chat template that turn reasoning on or off. reasons: see `chat_request`."""
+    """Return the variables of the chat template that turn reasoning on or off. reasons: see `chat_of_anthropic`."""
     if (thinking := request.thinking) is None:
         return {"enable_thinking": False} if reasons else {}
     return {"enable_thinking": thinking.type != "disabled"}
@@ -129,38 +129,42 @@ def thinking_variables(request: CountTokensRequest, reasons: bool) -> JSON:
 # ---------------------------------------------------------------- messages
 
 
-def messages_of(request: CountTokensRequest) -> list[JSON]:
+def anthropic_messages(request: CountTokensRequest) -> list[JSON]:
     """Return the messages of a chat: results of tools are messages, consecutive turns of one role are one.
 
     Raises:
         APIError: there are none, or one is malformed.
     """
-    check_number(request.messages)
+    check_num_blocks(request.messages)
     messages: list[JSON] = []
     if request.system:
         blocks = read_blocks(request.system, "system", "system")
-        add(messages, {"role": "system", "content": parts_of(blocks, "system")})
+        append_turn(messages, {"role": "system", "content": content_parts(blocks, "system")})
     for index, turn in enumerate(request.messages):
         place, role = f"messages[{index}]", turn.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise bad(f"{place}.role must be one of {', '.join(ROLES)}, got {quoted(role)}")
+            raise bad_block(f"{place}.role must be one of {', '.join(ROLES)}, got {quoted(role)}")
         blocks = read_blocks(turn.get("content"), f"{place}.content", role)
         if role == "assistant":
-            add(messages, assistant_message(blocks))
+            append_turn(messages, assistant_message(blocks))
             continue
-        if role == "system" and has_begun(messages):
-            add(messages, {"role": "user", "content": reminder(parts_of(blocks, f"{place}.content"))})
+        if role == "system" and has_conversation_begun(messages):
+            append_turn(
+                messages, {"role": "user", "content": reminder(content_parts(blocks, f"{place}.content"))}
+            )
             continue
         for number, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
-                add(messages, result_message(block, f"{place}.content"))
+                append_turn(messages, tool_result_message(block, f"{place}.content"))
             else:
-                add(messages, {"role": role, "content": parts_of([block], f"{place}.content", number)})
+                append_turn(
+                    messages, {"role": role, "content": content_parts([block], f"{place}.content", number)}
+                )
     if not request.messages:
-        raise bad("messages is empty")
+        raise bad_block("messages is empty")
     last = messages[-1]
     if last["role"] == "assistant" and last.get("tool_calls"):
-        raise bad("messages: the last tool_use block needs a tool_result in a message of the user")
+        raise bad_block("messages: the last tool_use block needs a tool_result in a message of the user")
     for message in messages:
         message["content"] = simplest(message["content"], None if message.get("tool_calls") else "")
         if "reasoning_content" in message:
@@ -168,7 +172,7 @@ def messages_of(request: CountTokensRequest) -> list[JSON]:
     return messages
 
 
-def check_number(turns: Sequence[JSON]) -> None:
+def check_num_blocks(turns: Sequence[JSON]) -> None:
     """Refuse more blocks than a chat may have parts, before any is looked at; raises APIError."""
     number = 0
     for turn in turns:
@@ -179,10 +183,10 @@ def check_number(turns: Sequence[JSON]) -> None:
             results = (block.get("content") for block in blocks if isinstance(block, dict))
             number += sum(len(content) for content in results if isinstance(content, list))
         if number > MAX_PARTS:
-            raise too_many("blocks", number, MAX_PARTS)
+            raise too_many_values("blocks", number, MAX_PARTS)
 
 
-def add(messages: list[JSON], message: JSON) -> None:
+def append_turn(messages: list[JSON], message: JSON) -> None:
     """Append a message, or extend the last one if it has the same role: templates expect turns that alternate.
 
     Its fields but for the role are lists yet, so that many turns take no more time than their length.
@@ -196,7 +200,7 @@ def add(messages: list[JSON], message: JSON) -> None:
 
 def assistant_message(blocks: Sequence[InputBlock]) -> JSON:
     """Return a turn of the assistant as a message with its content, its reasoning and its calls."""
-    message: JSON = {"role": "assistant", "content": parts_of(blocks, "")}
+    message: JSON = {"role": "assistant", "content": content_parts(blocks, "")}
     calls = [
         {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
         for block in blocks
@@ -205,16 +209,16 @@ def assistant_message(blocks: Sequence[InputBlock]) -> JSON:
     if calls:
         message["tool_calls"] = calls
     if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
-        warn("blocks of type redacted_thinking have no effect: only Anthropic can read them")
+        warn_client("blocks of type redacted_thinking have no effect: only Anthropic can read them")
     if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
         message["reasoning_content"] = thoughts
     return message
 
 
-def result_message(block: ToolResultBlock, place: str) -> JSON:
+def tool_result_message(block: ToolResultBlock, place: str) -> JSON:
     """Return the message with the result of a call. Raises APIError."""
     place = f"{place}: tool_result.content"
-    parts = parts_of(read_blocks(block.content or "", place, "tool"), place)
+    parts = content_parts(read_blocks(block.content or "", place, "tool"), place)
     message: JSON = {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
     return message | {"is_error": True} if block.is_error else message
 
@@ -228,20 +232,20 @@ def read_blocks(content: Any, place: str, role: str) -> list[InputBlock]:
     if isinstance(content, str):
         return [TextBlock(content)]
     if not isinstance(content, list):
-        raise bad(f"{place} must be text or a list of blocks")
+        raise bad_block(f"{place} must be text or a list of blocks")
     return [
         read_block(block, f"{place}[{index}]", role)
         for index, block in enumerate(content)
-        if not is_left_out(block)
+        if not is_block_left_out(block)
     ]
 
 
-def is_left_out(block: Any) -> bool:
+def is_block_left_out(block: Any) -> bool:
     """Return True, with a warning, for a block of a tool on Anthropic's servers."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or not HOSTED_BLOCKS.fullmatch(kind):
         return False
-    warn(f"blocks of type {kind} are left out: no model that is served here can read them")
+    warn_client(f"blocks of type {kind} are left out: no model that is served here can read them")
     return True
 
 
@@ -253,11 +257,11 @@ def read_block(block: Any, place: str, role: str) -> InputBlock:
         try:
             return msgspec.convert(block, kinds[kind])
         except msgspec.ValidationError as error:
-            raise bad(f"{place}: {error}") from None
-    raise bad(f"{place}.type must be one of {', '.join(kinds)} here, got {quoted(kind)}")
+            raise bad_block(f"{place}: {error}") from None
+    raise bad_block(f"{place}.type must be one of {', '.join(kinds)} here, got {quoted(kind)}")
 
 
-def parts_of(blocks: Iterable[InputBlock], place: str, first: int = 0) -> list[JSON]:
+def content_parts(blocks: Iterable[InputBlock], place: str, first: int = 0) -> list[JSON]:
     """Return the blocks of text and the pictures as parts of a chat message.
 
     place: of the blocks, the first of which is number `first` there, for errors.
@@ -292,8 +296,8 @@ def document_parts(block: DocumentBlock, place: str) -> list[JSON]:
     if isinstance(source, TextSource):
         return [*parts, {"type": "text", "text": source.data}]
     if isinstance(source, ContentSource):
-        return parts + parts_of(read_blocks(source.content, f"{place}.source.content", "tool"), place)
-    raise bad(f"{place}: a document must be text: give the text of a PDF, or its pages as pictures")
+        return parts + content_parts(read_blocks(source.content, f"{place}.source.content", "tool"), place)
+    raise bad_block(f"{place}: a document must be text: give the text of a PDF, or its pages as pictures")
 
 
 def simplest(parts: list[JSON], empty: str | None) -> str | list[JSON] | None:
@@ -303,6 +307,6 @@ def simplest(parts: list[JSON], empty: str | None) -> str | list[JSON] | None:
     return str(parts[0]["text"]) if parts else empty
 
 
-def bad(message: str, param: str = "messages") -> APIError:
+def bad_block(message: str, param: str = "messages") -> APIError:
     """Return the error for a malformed or unsupported part of a request."""
     return APIError(400, message, param=param)

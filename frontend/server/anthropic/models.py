@@ -57,7 +57,7 @@ def message_model(card: ModelCard) -> MessageModel:
     )
 
 
-def page_of(cards: list[ModelCard], query: Mapping[str, str], limit: int) -> MessageModelPage:
+def models_page(cards: list[ModelCard], query: Mapping[str, str], limit: int) -> MessageModelPage:
     """Return the page of models that a query asks for: `after_id` or `before_id`, and at most `limit`.
 
     Raises:

@@ -67,7 +67,7 @@ class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
 
 
 class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
-    """What a search of the client has found. source: where."""
+    """A result of a search that the client made. source: where it was found."""
 
     source: str
     title: str

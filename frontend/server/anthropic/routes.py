@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.frontend.client import off_loop
-from pagewire.frontend.server.anthropic.cache_control import wishes_of
+from pagewire.frontend.server.anthropic.cache_control import cache_wishes
 from pagewire.frontend.server.anthropic.context_edits import EditedPrompt, read_edits
-from pagewire.frontend.server.anthropic.conversation import chat_request
+from pagewire.frontend.server.anthropic.conversation import chat_of_anthropic
 from pagewire.frontend.server.anthropic.field_names import FIELD_NAMES
 from pagewire.frontend.server.anthropic.protocol import (
     AppliedEdits,
@@ -32,7 +32,7 @@ from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, FieldNames, api_error
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, tools_of
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat, place_media, prepare_chat, tools_of
 from pagewire.frontend.server.serving.exchange import Exchange, while_connected
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service, Services
@@ -53,7 +53,9 @@ def routes(services: Services) -> list[Operation]:
         try:
             check_version(request.headers)
             async with services.use(fields.model) as service:
-                return json_response(await while_connected(num_tokens(service, fields), request.receive))
+                return json_response(
+                    await while_connected(count_request_tokens(service, fields), request.receive)
+                )
         except (APIError, ValueError, TypeError) as error:
             raise api_error(error, FieldNames(FIELD_NAMES, COUNTED.fields)) from error
 
@@ -61,7 +63,7 @@ def routes(services: Services) -> list[Operation]:
         Operation(
             "POST",
             PATH,
-            GenerationEndpoint(services, "msg_", MessagesRequest, answer, FIELD_NAMES),
+            GenerationEndpoint(services, "msg_", MessagesRequest, answer_messages, FIELD_NAMES),
             "Generate the next message of a conversation, in the shape of Anthropic's API.",
             body=MessagesRequest,
             result=GeneratedMessage,
@@ -85,7 +87,7 @@ def check_version(headers: Mapping[str, str]) -> None:
         raise APIError(400, message)
 
 
-async def answer(service: Service, request: MessagesRequest, exchange: Exchange) -> bytes | Events:
+async def answer_messages(service: Service, request: MessagesRequest, exchange: Exchange) -> bytes | Events:
     """Run a request, and return the JSON of the message or the events of a stream.
 
     Raises:
@@ -96,7 +98,7 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
     if request.thread is not None:
         why = "thread is not supported: the server keeps no conversations; send all messages, without thread"
         raise APIError(400, why, param="thread", code=NO_THREADS)
-    wanted = chat_request(
+    wanted = chat_of_anthropic(
         request,
         service.formats.reasoning is not None,
         limits_reasoning(service, request),
@@ -104,13 +106,13 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
     )
     edits = read_edits(request.context_management)
     edited = EditedPrompt(edits or [])
-    chat = await prepare(service, wanted, exchange, edited.render)
+    chat = await prepare_chat(service, wanted, exchange, edited.render)
     tokenizer = service.tokenizer_of(request.model)
-    chat = replace(chat, retention=await wishes_of(request, chat.prompt, tokenizer))
+    chat = replace(chat, retention=await cache_wishes(request, chat.prompt, tokenizer))
     applied = UNSET if edits is None else AppliedEdits(edited.applied)
     omits_thoughts = request.thinking is not None and request.thinking.display == "omitted"
     if request.stream:
-        return stream(chat, EventWriter(omits_thoughts), applied)
+        return stream_messages(chat, EventWriter(omits_thoughts), applied)
     message = new_message(chat)
     message.context_management = applied
     async with aclosing(chat.replies()) as replies:
@@ -118,7 +120,7 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
             message.content = await off_loop(len(part.text), blocks_of, reply, omits_thoughts)
             end = end_of(part, bool(reply.tool_calls), is_full(chat))
             message.stop_reason, message.stop_sequence = end
-    message.usage = usage_of(chat)
+    message.usage = messages_usage(chat)
     return sse.ENCODER.encode(message)
 
 
@@ -130,7 +132,7 @@ def limits_reasoning(service: Service, request: MessagesRequest) -> bool:
     return len(service.tokenizer_of(request.model).encode(closing, add_special_tokens=False)) == 1
 
 
-async def stream(
+async def stream_messages(
     chat: PreparedChat, writer: EventWriter, applied: AppliedEdits | UnsetType = UNSET
 ) -> Events:
     """Yield the events of a message; all events of a step are one piece. applied: edits of the conversation."""
@@ -142,7 +144,7 @@ async def stream(
             events += writer.read(reply)
             if part.finished():
                 end = end_of(part, writer.called, is_full(chat))
-                events += writer.end(*end, usage_of(chat), applied)
+                events += writer.end(*end, messages_usage(chat), applied)
             if events:
                 yield events
 
@@ -153,11 +155,11 @@ def new_message(chat: PreparedChat) -> GeneratedMessage:
         id=chat.exchange.id,
         model=chat.service.model(chat.request.model),
         content=[],
-        usage=usage_of(chat),
+        usage=messages_usage(chat),
     )
 
 
-def usage_of(chat: PreparedChat) -> MessageUsage:
+def messages_usage(chat: PreparedChat) -> MessageUsage:
     """Return the token counts so far."""
     times = (wish.seconds for wish in chat.retention)
     sizes = (each.num_tokens for each in chat.exchange.retained)
@@ -169,20 +171,20 @@ def is_full(chat: PreparedChat) -> bool:
     return chat.exchange.num_output >= (chat.params.max_tokens or 0)
 
 
-async def num_tokens(service: Service, request: CountTokensRequest) -> CountTokensResponse:
+async def count_request_tokens(service: Service, request: CountTokensRequest) -> CountTokensResponse:
     """Return the number of tokens of the prompt that a request with these fields would have.
 
     Raises:
         APIError, ValueError, TypeError: the request is invalid.
     """
     service.model(request.model)
-    chat = chat_request(
+    chat = chat_of_anthropic(
         request, service.formats.reasoning is not None, strict_tools=service.options.strict_tools
     )
     edits = read_edits(request.context_management)
     edited = EditedPrompt(edits or [])
     prompt = await edited.render(service, chat, await tools_of(service, chat, counts=True), counts=True)
-    number = len(await counted(service, prompt))
+    number = len(await place_media(service, prompt))
     if edits is None:
         return CountTokensResponse(number)
     return CountTokensResponse(number, OriginalTokens(number if edited.original is None else edited.original))

@@ -12,7 +12,7 @@ from typing import Any
 
 from pagewire.frontend.server.anthropic.protocol import MessageToolChoice
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.ipc.quoting import quoted
 
 JSON = dict[str, Any]
@@ -55,7 +55,7 @@ ANTHROPICS: dict[str, JSON] = {  # descriptions and properties of tools that cli
 }
 
 
-def tools_of(
+def anthropic_tools(
     tools: Iterable[JSON], choice: MessageToolChoice, strict: bool = False
 ) -> tuple[list[JSON], Any]:
     """Return tools and the choice of these in the format of chat completions. strict: refuse hosted tools.
@@ -70,21 +70,21 @@ def tools_of(
         if isinstance(kind, str) and HOSTED.fullmatch(kind):
             hosted[kind] = tool.get("name")
         else:
-            functions.append(tool_of(tool, f"tools[{index}]"))
+            functions.append(anthropic_tool(tool, f"tools[{index}]"))
     names = ", ".join(hosted)
     why = f"the server has no {names}: give a tool with input_schema that does it, which the client runs"
     if hosted and strict:
-        raise bad_tool(f"tools: {why} (--strict-tools)")
+        raise bad_anthropic_tool(f"tools: {why} (--strict-tools)")
     if (choice.type == "tool" and choice.name in hosted.values()) or (
         choice.type == "any" and hosted and not functions
     ):
         raise APIError(400, f"tool_choice: {why}", param="tool_choice")
     if hosted:
-        warn(f"tools of type {names} are left out: {why}")
+        warn_client(f"tools of type {names} are left out: {why}")
     return functions, choice_of(choice) if functions or choice.type in ("any", "tool") else None
 
 
-def tool_of(tool: JSON, place: str) -> JSON:
+def anthropic_tool(tool: JSON, place: str) -> JSON:
     """Return a tool in the format of chat completions.
 
     Raises:
@@ -97,13 +97,13 @@ def tool_of(tool: JSON, place: str) -> JSON:
         function = {"name": tool.get("name"), "description": known["description"], "parameters": schema}
         return {"type": "function", "function": function}
     if kind not in (None, "custom"):
-        raise bad_tool(
+        raise bad_anthropic_tool(
             f"{place}: the server has no tool of type {quoted(kind)}: give a tool with input_schema"
         )
     if not isinstance(tool.get("input_schema"), dict):
-        raise bad_tool(f"{place}.input_schema must be the JSON schema of an object")
+        raise bad_anthropic_tool(f"{place}.input_schema must be the JSON schema of an object")
     if without_effect := sorted(tool.keys() - SILENT_TOOL_FIELDS):
-        warn(f"tools have fields without effect: {quoted(without_effect)[1:-1]}")
+        warn_client(f"tools have fields without effect: {quoted(without_effect)[1:-1]}")
     function = {name: tool[name] for name in TOOL_FIELDS if tool.get(name) is not None}
     return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 
@@ -113,6 +113,6 @@ def choice_of(choice: MessageToolChoice) -> Any:
     return CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}})
 
 
-def bad_tool(message: str) -> APIError:
+def bad_anthropic_tool(message: str) -> APIError:
     """Return the error for a malformed or unsupported tool."""
     return APIError(400, message, param="tools")

@@ -92,7 +92,9 @@ class EventWriter:
 
     def start(self, message: GeneratedMessage) -> bytes:
         """Return the events that come first. message: without content."""
-        return encoded(MessageEvent("message_start", message=message)) + encoded(MessageEvent("ping"))
+        return encode_event(MessageEvent("message_start", message=message)) + encode_event(
+            MessageEvent("ping")
+        )
 
     def read(self, reply: ReplyDelta) -> bytes:
         """Return the events of an increment of the reply."""
@@ -117,7 +119,7 @@ class EventWriter:
         """Return the events that come last. edits: of the conversation, if the request asks for any."""
         end = EventDelta(stop_reason=stop_reason, stop_sequence=stop_sequence)
         delta = MessageEvent("message_delta", delta=end, usage=usage, context_management=edits)
-        return self._close() + encoded(delta) + encoded(MessageEvent("message_stop"))
+        return self._close() + encode_event(delta) + encode_event(MessageEvent("message_stop"))
 
     def _thinking(self, text: str) -> bytes:
         events = b""
@@ -142,10 +144,12 @@ class EventWriter:
     def _begin(self, kind: Kind, block: OutputBlock) -> bytes:
         events = self._close()
         self._open, self._index = kind, self._index + 1
-        return events + encoded(MessageEvent("content_block_start", index=self._index, content_block=block))
+        return events + encode_event(
+            MessageEvent("content_block_start", index=self._index, content_block=block)
+        )
 
     def _delta(self, delta: EventDelta) -> bytes:
-        return encoded(MessageEvent("content_block_delta", index=self._index, delta=delta))
+        return encode_event(MessageEvent("content_block_delta", index=self._index, delta=delta))
 
     def _close(self) -> bytes:
         """End the open block, if there is one; one of reasoning has a signature."""
@@ -155,9 +159,9 @@ class EventWriter:
         signed = b""
         if kind == "thinking":
             signed = self._delta(EventDelta("signature_delta", signature=self._thought.hexdigest()))
-        return signed + encoded(MessageEvent("content_block_stop", index=self._index))
+        return signed + encode_event(MessageEvent("content_block_stop", index=self._index))
 
 
-def encoded(event: MessageEvent) -> bytes:
+def encode_event(event: MessageEvent) -> bytes:
     """Return an event with its type as its name."""
     return sse.named_event(event.type, event)

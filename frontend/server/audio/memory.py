@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from pagewire.frontend.client import Recording, media_work
+from pagewire.frontend.client import Recording, media_threads
 from pagewire.frontend.server.audio.protocol import TranscriptionRequest
 from pagewire.frontend.server.http.body import IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
@@ -38,7 +38,7 @@ class RecordingMemory:
         request.file = b""
         try:
             with self.uploads.counted(len(data)):
-                recording = await media_work.run(partial(Recording.decoded, data, source))
+                recording = await media_threads.run(partial(Recording.decoded, data, source))
         except ValueError as error:  # it is no sound
             raise APIError(400, f"file: {error}", param="file") from None
         del data

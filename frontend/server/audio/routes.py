@@ -27,7 +27,7 @@ from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.form import MEDIA_TYPE, FormDecoder
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service, Services
@@ -46,7 +46,7 @@ def routes(services: Services) -> list[Operation]:
         Operation(
             "POST",
             f"/v1/audio/{path}",
-            GenerationEndpoint(services, f"{task}-", decoder, partial(answer, task, memory)),
+            GenerationEndpoint(services, f"{task}-", decoder, partial(answer_audio, task, memory)),
             text,
             body=TranscriptionRequest,
             body_media=MEDIA_TYPE,
@@ -59,7 +59,7 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def answer(
+async def answer_audio(
     task: str,
     memory: RecordingMemory,
     service: Service,
@@ -75,7 +75,7 @@ async def answer(
     check_form(request)
     tokenizer = service.optional_tokenizer(request.model)
     requests = RecordingRequests(service, request, exchange)
-    transcriber = Transcriber.of(service.info, tokenizer, params_of(task, request), requests)
+    transcriber = Transcriber.of(service.info, tokenizer, read_transcription_params(task, request), requests)
     source = service.info.source
     assert source is not None, "the model hears"
     decoded = memory.decoded(request, source)
@@ -103,8 +103,8 @@ def check_form(request: TranscriptionRequest) -> None:
         raise APIError(400, message, param="stream")
 
 
-def params_of(task: str, request: TranscriptionRequest) -> TranscriptionParams:
-    """What a request asks for."""
+def read_transcription_params(task: str, request: TranscriptionRequest) -> TranscriptionParams:
+    """The transcription that a request asks for."""
     return TranscriptionParams(
         task=task,
         language=request.language or None,
@@ -141,7 +141,7 @@ class RecordingRequests:
         exchange, number = self._exchange, self._number
         self._number += 1
         stream = self._service.engine.generate_all(
-            [salted(prompt, self._request.cache_salt)],
+            [salt_prompt(prompt, self._request.cache_salt)],
             params,
             f"{exchange.id}-{number}",
             priority=self._request.priority or 0,

@@ -36,7 +36,7 @@ INTERRUPTED = "the server stopped while the batch ran; what was answered until t
 
 
 class Owned(msgspec.Struct):
-    """What a tenant has in the folder: one of the two."""
+    """The kind of an object that a tenant has in the folder."""
 
     owner: str
     file: FileObject | None = None
@@ -194,7 +194,7 @@ class BatchFolder:
     def open_results(self, batch: BatchObject) -> tuple[IO[bytes], IO[bytes]]:
         """Begin the files of a batch's results and of its failures, which get their ids."""
         batch.output_file_id, batch.error_file_id = (f"file-{uuid.uuid4().hex}" for _ in range(2))
-        return opened(self.path(batch.output_file_id)), opened(self.path(batch.error_file_id))
+        return open_private(self.path(batch.output_file_id)), open_private(self.path(batch.error_file_id))
 
     def keep_results(self, owner: str, batch: BatchObject) -> None:
         """Make what was written of a batch's results to files of its owner; an empty one is dropped."""
@@ -234,7 +234,7 @@ class BatchFolder:
     def _write(self, path: Path, data: bytes) -> None:
         part = path.with_name(path.name + UNFINISHED)
         try:
-            with opened(part, -1) as file:
+            with open_private(part, -1) as file:
                 file.write(data)
             os.replace(part, path)  # noqa: PTH105
         except OSError:
@@ -242,7 +242,7 @@ class BatchFolder:
             raise
 
 
-def opened(path: Path, buffering: int = 0) -> IO[bytes]:
+def open_private(path: Path, buffering: int = 0) -> IO[bytes]:
     """A new file that only this user may read. buffering: 0: without a buffer, -1: with one."""
     return open(path, "wb", buffering, opener=lambda name, flags: os.open(name, flags, 0o600))
 

@@ -13,7 +13,7 @@ from pagewire.frontend.server.batches.lines import BatchResponse, Post
 from pagewire.frontend.server.http.tenants import ApiTenant
 
 
-def poster(app: ASGIApp, key: str | None = None, tenant: ApiTenant | None = None) -> Post:
+def open_poster(app: ASGIApp, key: str | None = None, tenant: ApiTenant | None = None) -> Post:
     """Return a function that posts JSON to a path of the application.
 
     key: the API key to send, if any. tenant: whose the requests are, in place of a key.
@@ -69,10 +69,10 @@ async def exchange(
     except asyncio.CancelledError:
         incoming.put_nowait({"type": "http.disconnect"})
         raise
-    return BatchResponse(status, request_id.decode("latin-1"), as_json(bytes(content)))
+    return BatchResponse(status, request_id.decode("latin-1"), write_as_json(bytes(content)))
 
 
-def as_json(content: bytes) -> msgspec.Raw:
+def write_as_json(content: bytes) -> msgspec.Raw:
     """Return a body as JSON on one line; a body that is not JSON becomes an error object with it as message."""
     try:
         return msgspec.Raw(msgspec.json.format(content, indent=-1))

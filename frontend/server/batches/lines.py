@@ -120,7 +120,7 @@ async def run_lines(
         for number, line in numbered:  # the iterator is shared: each worker takes the next line
             if not line.strip():
                 continue
-            result = await answer(number, line, post, seen, answered)
+            result = await answer_line(number, line, post, seen, answered)
             if result is None:
                 counts.skipped += 1
             else:
@@ -140,13 +140,13 @@ async def run_lines(
     return counts
 
 
-async def answer(
+async def answer_line(
     number: int, line: bytes, post: Post, seen: dict[str, int], answered: frozenset[str]
 ) -> Result | None:
     """Return the result of one line; None if an earlier run has answered it. number: of the line, from 1."""
     name = f"batch_req_{uuid.uuid4().hex}"
     try:
-        request = checked(number, line, seen)
+        request = parse_line(number, line, seen)
     except InvalidLineError as error:
         return Result(name, custom_id_of(line), error=Failure(error.code, f"line {number}: {error}"))
     if request.custom_id in answered:
@@ -158,7 +158,7 @@ async def answer(
     return Result(name, request.custom_id, response)
 
 
-def checked(number: int, line: bytes, seen: dict[str, int]) -> BatchLine:
+def parse_line(number: int, line: bytes, seen: dict[str, int]) -> BatchLine:
     """Parse and check a line, and add its custom_id and its number to `seen`.
 
     Raises:

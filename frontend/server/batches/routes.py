@@ -23,13 +23,13 @@ from pagewire.frontend.server.batches.protocol import (
     FileObject,
     FileUpload,
 )
-from pagewire.frontend.server.batches.runner import BatchRunner, check_input
+from pagewire.frontend.server.batches.runner import BatchRunner, check_input_file
 from pagewire.frontend.server.http.body import LARGE_BODIES, Decoder, IncomingBodies, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.form import MEDIA_TYPE, FormDecoder
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.http.query import ORDER, Query, newest_first, number
+from pagewire.frontend.server.http.query import ORDER, Query, newest_first, read_number
 from pagewire.frontend.server.http.tenants import tenant_of
 from pagewire.frontend.server.serving.service import Services
 from pagewire.ipc.quoting import quoted
@@ -45,7 +45,7 @@ BATCH_REQUEST = Decoder(BatchRequest)
 
 
 class HasId(Protocol):
-    """What is listed."""
+    """An object that can be listed."""
 
     id: str
 
@@ -142,7 +142,7 @@ class BatchEndpoints:
         fields = await read_request(request, BATCH_REQUEST, self._options)
         fields.check()
         tenant, now = tenant_of(request.scope), int(time.time())
-        check_input(self._folder, tenant.name, fields.input_file_id)
+        check_input_file(self._folder, tenant.name, fields.input_file_id)
         self._folder.check_room(tenant.name, 0)
         if sum(batch.running for batch in self._folder.batches(tenant.name)) >= MAX_RUNNING:
             raise APIError(429, f"{MAX_RUNNING} of your batches wait or run", code="rate_limit_exceeded")
@@ -197,7 +197,7 @@ def page_of(request: Request, listed: Sequence[Listed]) -> tuple[list[Listed], b
         if place is None:
             raise APIError(404, f"there is no {quoted(after)}", param="after", code="not_found")
         start = place + 1
-    end = start + number(request, LIMIT, 20)
+    end = start + read_number(request, LIMIT, 20)
     return list(listed[start:end]), end < len(listed)
 
 

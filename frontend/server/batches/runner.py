@@ -22,8 +22,8 @@ from pagewire.frontend.server.batches.lines import (
     Failure,
     InvalidLineError,
     Result,
-    checked,
     custom_id_of,
+    parse_line,
     run_lines,
     write_to,
 )
@@ -79,7 +79,7 @@ class BatchRunner:
         output, errors = self._folder.open_results(batch)
         self._set(owner, batch, "in_progress")
         with output, errors, self._folder.path(batch.input_file_id).open("rb") as lines:
-            post = in_process.poster(app, tenant=tenant)
+            post = in_process.open_poster(app, tenant=tenant)
             writer = ResultWriter(self._folder, owner, batch, output, errors)
             await run_lines(self._pending(lines, batch), post, writer.write, CONCURRENCY)
             if batch.status == "in_progress" and time.time() >= batch.expires_at:
@@ -103,7 +103,7 @@ class BatchRunner:
             yield line
 
     def _errors_in(self, batch: BatchObject) -> list[BatchProblem]:
-        """What is wrong with a batch's input, before anything of it is answered; its requests are counted."""
+        """The errors in a batch's input, before anything of it is answered; its requests are counted."""
         errors: list[BatchProblem] = []
         seen: dict[str, int] = {}
         with self._folder.path(batch.input_file_id).open("rb") as lines:
@@ -111,7 +111,7 @@ class BatchRunner:
                 if not line.strip():
                     continue
                 try:
-                    request = checked(number, line, seen)
+                    request = parse_line(number, line, seen)
                     if request.url != batch.endpoint:
                         raise InvalidLineError(
                             "mismatched_endpoint", f"url is not the batch's, {batch.endpoint}"
@@ -167,7 +167,7 @@ class ResultWriter:
                 self._errors(Result(f"batch_req_{self._batch.id}", custom_id_of(line), error=failure))
 
 
-def check_input(folder: BatchFolder, owner: str, name: str) -> None:
+def check_input_file(folder: BatchFolder, owner: str, name: str) -> None:
     """Check that a batch can read a file.
 
     Raises:

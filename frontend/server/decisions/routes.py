@@ -17,18 +17,18 @@ from pagewire.frontend.client import (
     RequestOutput,
     TokensPrompt,
     check_generates,
+    decision_variables,
     decisions_of,
     off_loop,
     reads_of,
-    template_variables,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.prepared_chat import prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.parsing.reasoning import begins_within
 from pagewire.frontend.server.serving.exchange import Exchange
@@ -106,7 +106,7 @@ async def decide(service: Service, request: DecisionRequest, exchange: Exchange)
     check_generates(service.info)
     prepared = [await prepared_question(service, request, name) for name in request.questions]
     exchange.prompt = prepared[0].prompt["prompt"]
-    outputs = await read(service, request, exchange, prepared)
+    outputs = await run_reads(service, request, exchange, prepared)
     decisions = dict(zip(request.questions, decisions_of(prepared, outputs), strict=True))
     response = DecisionResponse(
         id=exchange.id,
@@ -132,7 +132,7 @@ async def prepared_question(service: Service, request: DecisionRequest, name: st
     chat = ChatRequest(
         model=request.model,
         messages=messages,
-        chat_template_kwargs=template_variables(
+        chat_template_kwargs=decision_variables(
             tokenizer, service.options.chat_template, request.chat_template_kwargs
         ),
         cache_salt=request.cache_salt,
@@ -147,18 +147,18 @@ async def prepared_question(service: Service, request: DecisionRequest, name: st
         raise APIError(400, message, param="chat_template_kwargs")
     find = partial(question.prepare, prompt, request.cache_salt)
     try:
-        return await tokenizing(len(text), find)
+        return await tokenize_off_loop(len(text), find)
     except ValueError as error:
         raise FieldValueError("questions", f": {quoted(name)}: {error}") from None
 
 
-async def read(
+async def run_reads(
     service: Service, request: DecisionRequest, exchange: Exchange, prepared: list[PreparedQuestion]
 ) -> list[RequestOutput]:
     """The outputs of all reads, which run together. Only the first of a question's counts in the usage."""
     prompts, params = reads_of(prepared)
     stream = service.engine.generate_all(
-        [salted(prompt, request.cache_salt) for prompt in prompts],
+        [salt_prompt(prompt, request.cache_salt) for prompt in prompts],
         params,
         exchange.id,
         priority=request.priority or 0,

@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
 from pagewire.frontend.server.openai.completions import DEFAULT_MAX_TOKENS, batches_of
 from pagewire.frontend.server.openai.protocol import SamplingFields
-from pagewire.frontend.server.openai.sampling import sampling_params
+from pagewire.frontend.server.openai.sampling import make_sampling_params
 from pagewire.frontend.server.openai.size import check_amount
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
@@ -50,7 +50,7 @@ class DemonstrationAnswer(msgspec.Struct):
 
 def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint."""
-    endpoint = GenerationEndpoint(services, "gen-", DemonstrationRequest, generate)
+    endpoint = GenerationEndpoint(services, "gen-", DemonstrationRequest, generate_demonstration)
     return [
         Operation(
             "POST",
@@ -64,7 +64,9 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def generate(service: Service, request: DemonstrationRequest, exchange: Exchange) -> bytes | Events:
+async def generate_demonstration(
+    service: Service, request: DemonstrationRequest, exchange: Exchange
+) -> bytes | Events:
     """Run a request, and return the JSON of the response or the objects of a stream. Beams come in one piece.
 
     Raises:
@@ -81,13 +83,13 @@ async def generate(service: Service, request: DemonstrationRequest, exchange: Ex
     check_beam_fields(request)
     check_characters(len(request.prompt), service.info.max_model_len)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    params = sampling_params(service, request, max_tokens, None)
+    params = make_sampling_params(service, request, max_tokens, None)
     check_amount(service, 1, params)
     exchange.prompt = request.prompt
     if request.use_beam_search:
         (output,) = await beam_outputs(service, request, [request.prompt], params, exchange)
         exchange.count(0, output)
-        whole = answer(request, [part.text for part in output.outputs])
+        whole = answer_demonstration(request, [part.text for part in output.outputs])
         return in_one_piece(whole) if streams else whole
     batches = batches_of(service, request, [request.prompt], params, exchange)
     if streams:
@@ -97,7 +99,7 @@ async def generate(service: Service, request: DemonstrationRequest, exchange: Ex
             for index, output in outputs:
                 exchange.count(index, output)
                 best = output.best(request.n or 1)
-    return answer(request, [part.text for part in best])
+    return answer_demonstration(request, [part.text for part in best])
 
 
 async def growing(
@@ -113,7 +115,7 @@ async def growing(
                 exchange.count(index, output)
                 for part in output.outputs:
                     texts[part.index] += part.text
-            yield answer(request, texts) + END
+            yield answer_demonstration(request, texts) + END
 
 
 async def in_one_piece(whole: bytes) -> Events:
@@ -121,6 +123,6 @@ async def in_one_piece(whole: bytes) -> Events:
     yield whole + END
 
 
-def answer(request: DemonstrationRequest, texts: list[str]) -> bytes:
+def answer_demonstration(request: DemonstrationRequest, texts: list[str]) -> bytes:
     """Return the JSON of a response with these completions."""
     return msgspec.json.encode(DemonstrationAnswer([request.prompt + text for text in texts]))

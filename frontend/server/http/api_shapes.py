@@ -39,7 +39,7 @@ class ErrorResponse(msgspec.Struct):
 
 
 class AnthropicErrorDetails(msgspec.Struct):
-    """What a client does otherwise after an error. error_code: its name. unsupported: fields to leave out."""
+    """A change that clients make after an error. error_code: its name. unsupported: fields to leave out."""
 
     error_code: str
     unsupported: list[str]
@@ -211,7 +211,7 @@ SHARED = "/v1/models"  # of OpenAI's and Anthropic's APIs
 SHAPES = (OPENAI, *OTHERS.values())
 
 
-def shape_of(scope: Scope) -> ApiShape:
+def api_shape(scope: Scope) -> ApiShape:
     """Return the shape of the API to which an ASGI request belongs."""
     if "socket" in scope:
         return SOCKET

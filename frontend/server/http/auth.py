@@ -19,7 +19,7 @@ from pagewire.frontend.server.http.key_file import (
     KeyEntry,
     Rights,
     check_entries,
-    digest_of,
+    key_digest,
     read_key_file,
     signature_of,
 )
@@ -48,7 +48,7 @@ class ApiKeys:
     def __init__(self, options: ServerOptions, *, priorities: bool) -> None:
         self._path, self._priorities = options.api_key_file, priorities
         self._own = [
-            KeyEntry(f"key-{number}", digest_of(key.encode()), Rights(admin=True))
+            KeyEntry(f"key-{number}", key_digest(key.encode()), Rights(admin=True))
             for number, key in enumerate(options.keys(), 1)
         ]
         several = self._path is not None or len(self._own) > 1
@@ -71,7 +71,7 @@ class ApiKeys:
         """
         if self._path is not None:
             self._refresh(self._path)
-        return self._by_digest.get(digest_of(key))
+        return self._by_digest.get(key_digest(key))
 
     def _refresh(self, path: str) -> None:
         """Read the file again if it has changed; a failure is logged once."""

@@ -14,10 +14,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from pagewire.frontend.server.http.api_shapes import shape_of
+from pagewire.frontend.server.http.api_shapes import api_shape
 from pagewire.frontend.server.http.errors import RETRY_SECONDS, APIError, invalid_field
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.ipc.bounds import check_field
 from pagewire.ipc.compatibility import REQUEST_FIELDS, needs_warning
 from pagewire.ipc.quoting import quoted
@@ -142,7 +142,7 @@ class AbsentFields:
         """
         for name, absent in self._absent:
             if needs_warning(name, getattr(request, name), absent):
-                warn(absent.warning(name))
+                warn_client(absent.warning(name))
 
 
 class BodyDecoder(Protocol[Read]):
@@ -199,7 +199,7 @@ class Decoder(Generic[T]):
         except RecursionError as error:
             raise msgspec.DecodeError(str(error)) from None
         if unknown := self._unknown(body):
-            warn(f"unknown fields are ignored: {shortened(unknown)}")
+            warn_client(f"unknown fields are ignored: {shorten_names(unknown)}")
         self._absent.settle(request)
         return request
 
@@ -258,7 +258,7 @@ async def decoded_body(scope: Scope, receive: Receive, decoder: Decoder[T], opti
             return decoder.decode(body)
 
 
-def shortened(names: Iterable[str]) -> str:
+def shorten_names(names: Iterable[str]) -> str:
     """Return a list of names for a warning: at most `MAX_NAMED`, each of at most `MAX_NAME` characters."""
     some = sorted(names)
     more = ", ..." if len(some) > MAX_NAMED else ""
@@ -276,7 +276,7 @@ async def read_body(
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or kind.endswith("+json")
-    if not (is_json or shape_of(scope).any_content_type):
+    if not (is_json or api_shape(scope).any_content_type):
         raise APIError(
             415, f"the body must be JSON: Content-Type: application/json, got {quoted(kind or 'none')}"
         )
@@ -298,7 +298,7 @@ async def receive_within(
     """
     length = Headers(scope=scope).get("content-length", "")
     if length.isdecimal() and int(length) > limit:
-        raise too_long(limit)
+        raise body_too_long(limit)
     arrival = receive_body(receive, limit, bodies, body)
     try:
         await asyncio.wait_for(arrival, options.body_seconds)
@@ -322,11 +322,11 @@ async def receive_body(receive: Receive, limit: int, bodies: IncomingBodies, bod
         part = message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) + len(part) > limit:
-            raise too_long(limit)
+            raise body_too_long(limit)
         bodies.grow(len(body), len(body) + len(part))
         body += part
 
 
-def too_long(limit: int) -> APIError:
+def body_too_long(limit: int) -> APIError:
     """Return the error for a body of more than `limit` bytes."""
     return APIError(413, f"the body is over {limit} bytes", code="request_too_large", headers=CLOSE)

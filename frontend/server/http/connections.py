@@ -11,11 +11,11 @@ import socket
 from collections import Counter
 from typing import Protocol
 
-from pagewire.frontend.server.http.limits import ConnectionLimits, network_of
+from pagewire.frontend.server.http.limits import ConnectionLimits, host_network
 
 
 class ConnectionHolder(Protocol):
-    """What holds one connection: a TLS handshake, and then the protocol of HTTP."""
+    """The holder of one connection: a TLS handshake, and then the protocol of HTTP."""
 
     def evict(self) -> None:
         """Close the connection at once."""
@@ -24,7 +24,7 @@ class ConnectionHolder(Protocol):
         """The connection's deadline has passed. now: time of the event loop."""
 
 
-def refuse(connection: socket.socket, answer: bytes) -> None:
+def refuse_connection(connection: socket.socket, answer: bytes) -> None:
     """Send an answer as far as that is possible without waiting, and end the connection; the caller closes it."""
     try:
         connection.send(answer, socket.MSG_DONTWAIT)
@@ -39,7 +39,7 @@ class HttpConnection:
     """One open connection.
 
     Attributes:
-        network: where it comes from (`network_of`); None: from a Unix socket.
+        network: where it comes from (`host_network`); None: from a Unix socket.
         peer: what holds it now. deadline: time of the event loop at which `peer.expire` is called.
     """
 
@@ -68,7 +68,7 @@ class Connections:
 
         host: IP address; None: a Unix socket, whose clients have no address and so only the limit of all.
         """
-        network = None if host is None else network_of(host)
+        network = None if host is None else host_network(host)
         per_address = self._limits.most_per_address
         if network is not None and self._per_network[network] >= per_address and not self._evict(network):
             return None

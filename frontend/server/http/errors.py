@@ -52,7 +52,7 @@ class APIError(Exception):
 
 
 class FieldNames:
-    """What an API calls the fields of its requests.
+    """The names that an API has for the fields of its requests.
 
     names: by the path of a field as the library or a chat completion has it, in which `[]` is any index. What is
         within a field goes along; of two paths that fit, the longer one counts. Fields without a name here are

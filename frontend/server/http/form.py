@@ -13,10 +13,10 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from pagewire.frontend.server.http.body import IncomingBodies, receive_within, shortened
+from pagewire.frontend.server.http.body import IncomingBodies, receive_within, shorten_names
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.ipc.quoting import quoted
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class FormDecoder(Generic[T]):
         with self._bodies.body() as body:
             await receive_within(scope, receive, options, options.max_upload_bytes, self._bodies, body)
             async with self._bodies.turn(len(body)):
-                parts = await asyncio.to_thread(parts_of, body, boundary)
+                parts = await asyncio.to_thread(form_parts, body, boundary)
         return self.convert(parts)
 
     def convert(self, parts: list[tuple[str, bytes]]) -> T:
@@ -81,12 +81,12 @@ class FormDecoder(Generic[T]):
             else:
                 values[name] = value
         if unknown := values.keys() - set(self.fields):
-            warn(f"unknown fields are ignored: {shortened(unknown)}")
+            warn_client(f"unknown fields are ignored: {shorten_names(unknown)}")
         return msgspec.convert(values, self._kind, strict=False)
 
 
 def boundary_of(content_type: str) -> bytes:
-    """What stands between the parts of a form.
+    """The boundary between the parts of a form.
 
     Raises:
         APIError: the content type is another one, or names none.
@@ -106,7 +106,7 @@ def boundary_of(content_type: str) -> bytes:
     return boundary
 
 
-def parts_of(body: bytes | bytearray, boundary: bytes) -> list[tuple[str, bytes]]:
+def form_parts(body: bytes | bytearray, boundary: bytes) -> list[tuple[str, bytes]]:
     """The names and contents of a form's parts, in order.
 
     Raises:

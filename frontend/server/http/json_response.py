@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from pagewire.frontend.server.http.api_shapes import shape_of
+from pagewire.frontend.server.http.api_shapes import api_shape
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.ipc.quoting import quoted
 
@@ -22,7 +22,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 def error_response(error: Exception, scope: Scope) -> Response:
     """Return the response for an exception, in the shape of the API of the request."""
-    reported, shape = api_error(error), shape_of(scope)
+    reported, shape = api_error(error), api_shape(scope)
     body, status = shape.encode(reported), shape.status(reported)
     return Response(body, status, reported.headers, media_type="application/json")
 

@@ -28,7 +28,7 @@ MAX_NUMBER = 2**31 - 1
 
 @dataclass(frozen=True)
 class Rights:
-    """What a tenant may do.
+    """The rights and limits of a tenant.
 
     priority: of requests that give none. best_priority: the best that a request may give (lower is better); None:
     any. max_requests, max_tokens: how many may be in flight at once, where a request counts with the tokens of its
@@ -55,7 +55,7 @@ class KeyEntry:
     rights: Rights = Rights()
 
 
-def digest_of(key: bytes) -> bytes:
+def key_digest(key: bytes) -> bytes:
     """The hash by which keys are compared, so that comparing reveals nothing about them."""
     return hashlib.sha256(key).digest()
 
@@ -126,7 +126,7 @@ def parse_key(word: str) -> bytes:
         return bytes.fromhex(word.removeprefix("sha256:"))
     if len(word) < MIN_KEY:
         raise ValueError(f"a key has at least {MIN_KEY} characters")
-    return digest_of(word.encode())
+    return key_digest(word.encode())
 
 
 def parse_rights(words: list[str]) -> Rights:

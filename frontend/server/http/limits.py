@@ -69,7 +69,7 @@ def connection_limits(most: int | None, most_per_address: int | None) -> Connect
 
 
 @lru_cache(4096)
-def network_of(host: str) -> str:
+def host_network(host: str) -> str:
     """Return what counts as one address: an IPv4 address, or the /64 network that a host has with IPv6."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

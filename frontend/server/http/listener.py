@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
-from pagewire.frontend.server.http.connections import Connections, HttpConnection, refuse
+from pagewire.frontend.server.http.connections import Connections, HttpConnection, refuse_connection
 
 logger = logging.getLogger("pagewire.server")
 
@@ -38,7 +38,7 @@ class Handshake:
         """End it, also while the event loop takes it over: with an answer, where one can be sent."""
         if self.accepted is not None:
             if self._refusal:
-                refuse(self.accepted, self._refusal)
+                refuse_connection(self.accepted, self._refusal)
             if not self.is_handed_over:
                 self.accepted.close()
         if self.task is not None:
@@ -153,4 +153,4 @@ class HttpListener:
         """Answer 503 as far as that is possible without waiting, and close."""
         with accepted:
             if self._context is None:
-                refuse(accepted, self._connections.refusal)
+                refuse_connection(accepted, self._connections.refusal)

@@ -19,7 +19,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagewire.frontend.server.http.api_shapes import shape_of
+from pagewire.frontend.server.http.api_shapes import api_shape
 from pagewire.frontend.server.http.auth import ApiKeys, KeyCheck
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.origin import OriginCheck
@@ -55,10 +55,10 @@ def middleware(
         stack.append(cors)
     if options.keyed:
         stack.append(Middleware(KeyCheck, keys=ApiKeys(options, priorities=priorities), files=files))
-    return stack + [imported(path) for path in options.middleware]
+    return stack + [import_middleware(path) for path in options.middleware]
 
 
-def imported(path: str) -> Middleware:
+def import_middleware(path: str) -> Middleware:
     """Import the user's middleware: an ASGI class, or an async function (request, call_next).
 
     Raises:
@@ -102,7 +102,7 @@ class RequestId:
             "root_path": self._root_path,
         }
         scope = {**scope, **changes}
-        ids = [(header, request_id) for header in shape_of(scope).id_headers]
+        ids = [(header, request_id) for header in api_shape(scope).id_headers]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] in STARTS:

@@ -84,7 +84,7 @@ class Operation(Route):
 
 def document_route(operations: Sequence[Operation], options: ServerOptions) -> Operation:
     """Return the route of /openapi.json, which describes `operations`."""
-    encoded = json_response(document(operations, options))
+    encoded = json_response(openapi_document(operations, options))
 
     async def openapi(request: Request) -> Response:
         return encoded
@@ -92,7 +92,7 @@ def document_route(operations: Sequence[Operation], options: ServerOptions) -> O
     return Operation("GET", "/openapi.json", openapi, "Get this document.", result=dict[str, Any])
 
 
-def document(operations: Sequence[Operation], options: ServerOptions) -> dict[str, Any]:
+def openapi_document(operations: Sequence[Operation], options: ServerOptions) -> dict[str, Any]:
     """Build the OpenAPI 3.1 document of some operations."""
     kinds = [
         kind
@@ -106,7 +106,7 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         path = re.sub(r"{(\w+):\w+}", r"{\1}", operation.path)
-        paths.setdefault(path, {})[operation.method.lower()] = described(operation, schema_of)
+        paths.setdefault(path, {})[operation.method.lower()] = describe_operation(operation, schema_of)
     components = {"schemas": components}
     if options.keyed:
         in_header = {"type": "apiKey", "in": "header", "name": "X-API-Key"}
@@ -121,7 +121,7 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
     }
 
 
-def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+def describe_operation(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
     """Return the OpenAPI object of one operation. schema_of: JSON schemas by the repr of their struct."""
 
     def schema(kind: Any) -> dict[str, Any]:

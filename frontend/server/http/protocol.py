@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pagewire.frontend.server.http.api_shapes import OPENAI
-from pagewire.frontend.server.http.connections import Connections, HttpConnection, refuse
+from pagewire.frontend.server.http.connections import Connections, HttpConnection, refuse_connection
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import (
     BODY_GRACE_SECONDS,
@@ -92,7 +92,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead += len(data)
         super().data_received(data)
         if self._overhead > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._close_with(too_large(f"the headers are over {MAX_HEAD_BYTES} bytes"))
+            self._close_with(too_large_head(f"the headers are over {MAX_HEAD_BYTES} bytes"))
 
     # ------------------------------------------------------------ the parser
 
@@ -115,7 +115,7 @@ class HttpProtocol(HttpToolsProtocol):
         """A header or a trailer has come."""
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
-            self._fail(too_large(f"there are over {MAX_HEADERS} headers"))
+            self._fail(too_large_head(f"there are over {MAX_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
         """The head is complete: start the application, or queue the request behind earlier ones."""
@@ -126,8 +126,8 @@ class HttpProtocol(HttpToolsProtocol):
             )
         if self._unanswered > MAX_PIPELINED:
             self._fail(APIError(429, f"over {MAX_PIPELINED} requests wait on this connection"))
-        if self._overhead > MAX_HEAD_BYTES and head_size(self.headers) > MAX_HEAD_BYTES:
-            self._fail(too_large(f"the headers are over {MAX_HEAD_BYTES} bytes"))
+        if self._overhead > MAX_HEAD_BYTES and request_head_size(self.headers) > MAX_HEAD_BYTES:
+            self._fail(too_large_head(f"the headers are over {MAX_HEAD_BYTES} bytes"))
         self._upgrades = self._opens_websocket()
         super().on_headers_complete()
         self.headers = []  # trailers go here and are not used: the checks of headers are over
@@ -259,7 +259,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._table.refusal and self.scheme == "http" and waits and self._may_answer():
             own = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
             try:
-                refuse(own, self._table.refusal)
+                refuse_connection(own, self._table.refusal)
             finally:
                 own.detach()  # it is the transport's
         self.transport.abort()
@@ -279,11 +279,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.deadline = now + self._options.stall_seconds
 
 
-def head_size(headers: list[tuple[bytes, bytes]]) -> int:
+def request_head_size(headers: list[tuple[bytes, bytes]]) -> int:
     """Return the number of bytes of some headers."""
     return sum(len(name) + len(value) for name, value in headers)
 
 
-def too_large(message: str) -> APIError:
+def too_large_head(message: str) -> APIError:
     """Return the error for headers that are too many or too long."""
     return APIError(431, message, code="headers_too_large")

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from starlette.requests import Request
 
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.ipc.bounds import converted, meta_of, plain
+from pagewire.ipc.bounds import convert_value, meta_of, plain
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.calls import CALLS
 
@@ -15,7 +15,7 @@ TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 class Query(NamedTuple):
-    """A parameter in the query, as the OpenAPI document shows it and `number` checks it.
+    """A parameter in the query, as the OpenAPI document shows it and `read_number` checks it.
 
     kind: its type, with bounds if it has any. text: what it does.
     """
@@ -28,7 +28,7 @@ class Query(NamedTuple):
 ORDER = Query("order", Literal["asc", "desc"], "asc: the oldest first; desc (default): the newest")
 
 
-def flag(request: Request, name: str, default: bool) -> bool:
+def read_flag(request: Request, name: str, default: bool) -> bool:
     """Return a boolean parameter of the query.
 
     Raises:
@@ -52,7 +52,7 @@ def newest_first(request: Request) -> bool:
     return order == "desc"
 
 
-def number(request: Request, query: Query, default: int) -> int:
+def read_number(request: Request, query: Query, default: int) -> int:
     """Return an integer parameter of the query.
 
     Raises:
@@ -90,9 +90,9 @@ def arguments_of(request: Request, call: str) -> dict[str, Any]:
         if name not in request.query_params:
             continue
         if plain(query.kind) is bool:
-            arguments[name] = flag(request, name, False)
+            arguments[name] = read_flag(request, name, False)
         elif plain(query.kind) is int:
-            arguments[name] = number(request, query, 0)
+            arguments[name] = read_number(request, query, 0)
         else:
             arguments[name] = request.query_params.getlist(name)
     return arguments
@@ -105,7 +105,7 @@ def within_bounds(name: str, value: int, kind: Any) -> int:
         APIError: the value is out of the bounds.
     """
     try:
-        converted(name, value, kind)
+        convert_value(name, value, kind)
     except ValueError as error:
         raise APIError(400, str(error), param=name) from None
     return value

@@ -38,7 +38,7 @@ class HttpResponse:
         """Send the status of a stream of events, and its headers, with those given in addition."""
         self.streaming = True
         media = (b"content-type", self._shape.media.encode() + b"; charset=utf-8")
-        await self._start(200, [media, *sse.HEADERS, *encoded(headers)])
+        await self._start(200, [media, *sse.HEADERS, *encode_headers(headers)])
 
     async def stream(self, events: bytes) -> None:
         """Send encoded events, or a part of JSON, in one write. The response has begun."""
@@ -51,11 +51,11 @@ class HttpResponse:
 
     async def send_json(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Send a complete JSON response."""
-        await self._send_whole(status, body, [*JSON_HEADERS, *encoded(headers or {})])
+        await self._send_whole(status, body, [*JSON_HEADERS, *encode_headers(headers or {})])
 
     async def send_text(self, text: str, headers: dict[str, str]) -> None:
         """Send a complete response of plain text."""
-        await self._send_whole(200, text.encode(), [*TEXT_HEADERS, *encoded(headers)])
+        await self._send_whole(200, text.encode(), [*TEXT_HEADERS, *encode_headers(headers)])
 
     async def _send_whole(self, status: int, body: bytes, headers: list[Header]) -> None:
         self.complete = True
@@ -71,7 +71,7 @@ class HttpResponse:
             APIError: the client reads too slowly.
         """
         self.complete = True
-        await self._start(200, [*JSON_HEADERS, *encoded(headers)])
+        await self._start(200, [*JSON_HEADERS, *encode_headers(headers)])
         deadline = time.monotonic() + READ_GRACE_SECONDS
         for part in parts:
             try:
@@ -97,6 +97,6 @@ class HttpResponse:
             await self.send_json(self._shape.status(error), self._shape.encode(error), error.headers)
 
 
-def encoded(headers: dict[str, str]) -> list[Header]:
+def encode_headers(headers: dict[str, str]) -> list[Header]:
     """Headers as ASGI takes them."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

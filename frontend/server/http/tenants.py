@@ -97,7 +97,10 @@ def secret_salt(digest: bytes) -> str:
 
 
 class Lease:
-    """What one HTTP request has in flight. `end` may be called more than once, and gives back everything."""
+    """The part of its tenant's limits that one HTTP request takes.
+
+    `end` may be called more than once, and gives back everything.
+    """
 
     def __init__(self, tenant: ApiTenant) -> None:
         self._tenant = tenant

@@ -107,7 +107,7 @@ class HTTPServer(uvicorn.Server):
         self.should_exit = True
 
 
-def bound(options: ServerOptions) -> socket.socket:
+def bind_socket(options: ServerOptions) -> socket.socket:
     """Return a socket bound to the options' address that does not listen yet.
 
     Raises:

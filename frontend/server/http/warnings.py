@@ -1,4 +1,4 @@
-"""What a request asks for without effect: in the log, and for its client in headers `Warning: 299 pagewire "..."`.
+"""Warnings of what has no effect: in the log, and for the client in headers `Warning: 299 pagewire "..."`.
 
 The code that notices it, on the event loop, may be far from the response, so the warnings belong to the context.
 """
@@ -39,7 +39,7 @@ def begin_warnings(request_id: str) -> RequestWarnings:
     return warnings
 
 
-def warn(text: str) -> None:
+def warn_client(text: str) -> None:
     """Warn the client whose request is handled, and log it; once for each text."""
     warnings = _current.get()
     if (text := shortened(text, MAX_TEXT)) not in warnings.texts:

@@ -9,7 +9,7 @@ from typing import Any
 from pagewire.frontend.client import MediaItem, TokensPrompt
 from pagewire.frontend.server.http.body import AbsentFields
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.ollama.field_names import SAME_OPTIONS
 from pagewire.frontend.server.ollama.protocol import (
     GenerationFields,
@@ -20,7 +20,7 @@ from pagewire.frontend.server.ollama.protocol import (
 from pagewire.frontend.server.openai.fitting import fitting_prompt
 from pagewire.frontend.server.openai.prepared_chat import prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
-from pagewire.frontend.server.openai.size import too_many
+from pagewire.frontend.server.openai.size import too_many_values
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.quoting import quoted
@@ -33,7 +33,7 @@ ANSWER_SHARE = 0.25  # of the context length: kept free for the answer to a long
 JSON = dict[str, Any]
 
 
-def chat_request(service: Service, request: GenerationFields) -> ChatRequest:
+def chat_of_ollama(service: Service, request: GenerationFields) -> ChatRequest:
     """Convert a request to one for a chat completion.
 
     Raises:
@@ -44,21 +44,21 @@ def chat_request(service: Service, request: GenerationFields) -> ChatRequest:
     num_predict = service.local.max_tokens if options.num_predict is None else options.num_predict
     return ChatRequest(
         model=request.model,
-        messages=messages_of(request),
+        messages=ollama_messages(request),
         tools=request.tools or None if isinstance(request, OllamaChatRequest) else None,
         stream=request.stream is not False,
         max_completion_tokens=None if num_predict is None or num_predict < 0 else num_predict,
-        response_format=format_of(request),
+        response_format=ollama_format(request),
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs,
         priority=request.priority,
         cache_salt=request.cache_salt,
         **thinking_fields(service, request),
-        **sampling_fields(service, options),
+        **ollama_sampling_fields(service, options),
     )
 
 
-def sampling_fields(service: Service, options: OllamaOptions) -> JSON:
+def ollama_sampling_fields(service: Service, options: OllamaOptions) -> JSON:
     """Return how a chat completion samples: as the options say, or else as local models do."""
     penalty = 1.0 if options.repeat_last_n == 0 else options.repeat_penalty
     given = {name: getattr(options, name) for name in SAME_OPTIONS} | {"repetition_penalty": penalty}
@@ -74,9 +74,9 @@ def check_options(service: Service, options: OllamaOptions) -> None:
     ABSENT.settle(options)
     wanted, limit = options.num_ctx, service.info.max_model_len
     if wanted is not None and wanted != limit:
-        warn(f"options.num_ctx={wanted} has no effect: the context length is {limit} for all requests")
+        warn_client(f"options.num_ctx={wanted} has no effect: the context length is {limit} for all requests")
     if options.repeat_last_n not in (None, 0, -1) and options.repeat_penalty not in (None, 1):
-        warn(
+        warn_client(
             f"options.repeat_last_n={options.repeat_last_n} has no effect: repeat_penalty is over all tokens of "
             "the prompt and the answer"
         )
@@ -99,7 +99,7 @@ def thinking_fields(service: Service, request: GenerationFields) -> JSON:
     return {"chat_template_kwargs": variables, "reasoning_effort": effort}
 
 
-async def prompt_for(
+async def ollama_prompt(
     request: GenerationFields, service: Service, chat: ChatRequest, tools: ToolUse
 ) -> TokensPrompt:
     """Return the prompt of a conversation, without its oldest turns if it is too long, which is said.
@@ -116,20 +116,20 @@ async def prompt_for(
     answer = min(chat.max_completion_tokens or context, int(context * ANSWER_SHARE))
     prompt, left_out = await fitting_prompt(service, chat, tools, context - max(1, answer))
     if left_out:
-        warn(
+        warn_client(
             f"the context length is {context}: the first {left_out} messages of the conversation were left out"
         )
     return prompt
 
 
-def format_of(request: GenerationFields) -> ResponseFormat | None:
+def ollama_format(request: GenerationFields) -> ResponseFormat | None:
     """Return the format of the answer in the form of chat completions; None: it is free."""
     if isinstance(request.format, dict):
         return ResponseFormat("json_schema", JsonSchema(schema=request.format))
     return ResponseFormat("json_object") if request.format == "json" else None
 
 
-def messages_of(request: GenerationFields) -> list[JSON]:
+def ollama_messages(request: GenerationFields) -> list[JSON]:
     """Return the messages of a chat. Raises APIError."""
     if isinstance(request, OllamaGenerateRequest):
         system = [{"role": "system", "content": request.system}] if request.system else []
@@ -181,7 +181,7 @@ def with_call_ids(messages: Sequence[Any]) -> list[JSON]:
         given = message.get("tool_calls")
         if isinstance(given, list):
             if (number := number + len(given)) > MAX_PARTS:
-                raise too_many("tool calls", number, MAX_PARTS)
+                raise too_many_values("tool calls", number, MAX_PARTS)
             converted["tool_calls"] = [with_id(call, calls) for call in given]
         if message.get("role") == "tool":
             name = message.get("tool_name", message.get("name"))

@@ -1,4 +1,4 @@
-"""What /api calls the fields of chat completions and the engine's parameters, which its requests become."""
+"""The names in /api of the fields of chat completions and the engine's parameters, which its requests become."""
 
 from __future__ import annotations
 

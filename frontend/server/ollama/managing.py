@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagewire.frontend.server.http.api_shapes import shape_of
+from pagewire.frontend.server.http.api_shapes import api_shape
 from pagewire.frontend.server.http.body import ClientLeftError, Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.response import HttpResponse
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.ollama.protocol import DeleteRequest, PullRequest, PullStatus
-from pagewire.frontend.server.operate.admin import Endpoint, guarded
+from pagewire.frontend.server.operate.admin import Endpoint, guard_endpoint
 from pagewire.frontend.server.serving.exchange import while_connected
 from pagewire.frontend.server.serving.service import Services
 from pagewire.frontend.server.shelf.pulled_shelf import PulledShelf
@@ -48,23 +48,23 @@ def routes(services: Services) -> list[Operation]:
 
     async def pull(request: Request) -> Response:
         fields = await read_request(request, TO_PULL, services.options)
-        given = named(fields.model or fields.name)
+        given = parse_model_name(fields.model or fields.name)
         if fields.insecure:
-            warn("insecure has no effect: the hub is the one of HF_ENDPOINT")
+            warn_client("insecure has no effect: the hub is the one of HF_ENDPOINT")
         assert shelf is not None
         return PullResponse(shelf, given, fields.stream is not False)
 
     async def delete(request: Request) -> Response:
         fields = await read_request(request, TO_DELETE, services.options)
         assert shelf is not None
-        await shelf.delete(named(fields.model or fields.name))
+        await shelf.delete(parse_model_name(fields.model or fields.name))
         return Response()
 
     return [
         Operation(
             "POST",
             "/api/pull",
-            refusing(needs) if shelf is None else guarded(pull),
+            refusing(needs) if shelf is None else guard_endpoint(pull),
             "Download a model of the hub, and serve it (--pulled, --enable-admin).",
             body=PullRequest,
             result=PullStatus,
@@ -73,7 +73,7 @@ def routes(services: Services) -> list[Operation]:
         Operation(
             "DELETE",
             "/api/delete",
-            refusing(needs) if shelf is None else guarded(delete),
+            refusing(needs) if shelf is None else guard_endpoint(delete),
             "Remove a model that was pulled (--pulled, --enable-admin).",
             body=DeleteRequest,
         ),
@@ -90,7 +90,7 @@ def refusing(advice: str) -> Endpoint:
     return refuse
 
 
-def named(name: str | None) -> HubName:
+def parse_model_name(name: str | None) -> HubName:
     """Return the model of the hub that a request names.
 
     Raises:
@@ -113,7 +113,7 @@ class PullResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
-        response = HttpResponse(send, shape_of(scope))
+        response = HttpResponse(send, api_shape(scope))
         try:
             await while_connected(self._follow(response), receive)
         except ClientLeftError:
@@ -127,14 +127,14 @@ class PullResponse(Response):
                 if self._streams and not response.streaming:
                     await response.begin_stream({})
                 if self._streams:
-                    await response.stream(msgspec.json.encode(status(step)) + b"\n")
+                    await response.stream(msgspec.json.encode(pull_status(step)) + b"\n")
         if self._streams:
             await response.end()
         else:
             await response.send_json(200, msgspec.json.encode(PullStatus("success")))
 
 
-def status(step: PullProgress) -> PullStatus:
+def pull_status(step: PullProgress) -> PullStatus:
     """Return a step as Ollama's clients read it."""
     if not step.digest:
         return PullStatus(step.status)

@@ -1,4 +1,4 @@
-"""What Ollama's API says of models: /api/tags, /api/ps and /api/show."""
+"""Descriptions of models for Ollama's API: /api/tags, /api/ps and /api/show."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 def listed_models(services: Services) -> ListedModels:
     """Return all names of the served models, and their adapters; those that are not loaded come last."""
-    models = [listed(services, own, name) for own, name in names(services)]
+    models = [list_name(services, own, name) for own, name in listed_names(services)]
     loaded = {model.name for model in models}
     absent = [entry for entry in services.entries if entry.name not in loaded]
-    return ListedModels(models + [unloaded(services, entry) for entry in absent])
+    return ListedModels(models + [describe_unloaded(services, entry) for entry in absent])
 
 
-def unloaded(services: Services, entry: ModelEntry) -> ListedModel:
+def describe_unloaded(services: Services, entry: ModelEntry) -> ListedModel:
     """Return the description of a model that is not loaded: what was pulled of it, else only its name."""
     details = ModelDetails("", "", "", [], "", "")
     if (pulled := services.pulled_model(entry.name)) is not None:
         details.format = "gguf" if pulled.tag else "safetensors"
         details.quantization_level = quantisation_of(pulled.files[0].name) or ""
-    return described(services, entry.name, entry.model, details)
+    return describe_name(services, entry.name, entry.model, details)
 
 
-def described(services: Services, name: str, model: str, details: ModelDetails) -> ListedModel:
+def describe_name(services: Services, name: str, model: str, details: ModelDetails) -> ListedModel:
     """Return the description of a name, with what is known of its files.
 
     The digest stays while a model comes and goes.
@@ -58,32 +58,32 @@ def described(services: Services, name: str, model: str, details: ModelDetails) 
 
 def running_models(services: Services) -> RunningModels:
     """Return the names of the models in memory."""
-    models = [running(services, own, name) for own, name in names(services)]
+    models = [list_running(services, own, name) for own, name in listed_names(services)]
     for model in models:
         if (seconds := services.seconds_left(model.name)) is not None:
             model.expires_at = timestamp(int(time.time() + seconds))
     return RunningModels(models)
 
 
-def names(services: Services) -> Iterator[tuple[Service, str]]:
+def listed_names(services: Services) -> Iterator[tuple[Service, str]]:
     """Yield all names of the loaded models, each with the service of its model."""
     for own in services.all:
         for name in own.all_names:
             yield own, name
 
 
-def listed(services: Services, service: Service, name: str) -> ListedModel:
+def list_name(services: Services, service: Service, name: str) -> ListedModel:
     """Return the description of one name."""
     figures = service.info.figures
-    found = described(services, name, service.info.model, details_of(service))
+    found = describe_name(services, name, service.info.model, details_of(service))
     if figures is not None and not found.size:
         found.size = figures.file_bytes
     return found
 
 
-def running(services: Services, service: Service, name: str) -> RunningModel:
+def list_running(services: Services, service: Service, name: str) -> RunningModel:
     """Return the description of one name with what it takes in memory."""
-    figures, model = service.info.figures, listed(services, service, name)
+    figures, model = service.info.figures, list_name(services, service, name)
     on_gpu = 0 if figures is None or service.info.device == "cpu" else figures.weight_bytes
     return RunningModel(
         **msgspec.structs.asdict(model),
@@ -93,7 +93,7 @@ def running(services: Services, service: Service, name: str) -> RunningModel:
     )
 
 
-def shown(service: Service, name: str | None) -> ShownModel:
+def show_model(service: Service, name: str | None) -> ShownModel:
     """Return what is known of a model.
 
     Raises:
@@ -134,10 +134,12 @@ def details_of(service: Service) -> ModelDetails:
     if figures is None:
         return ModelDetails("", "", family, [family], "", info.dtype)
     quantization = figures.quantization or info.dtype
-    return ModelDetails("", figures.form, family, [family], sized(figures.parameters), quantization)
+    return ModelDetails(
+        "", figures.form, family, [family], write_num_weights(figures.parameters), quantization
+    )
 
 
-def sized(number: int) -> str:
+def write_num_weights(number: int) -> str:
     """Return a number of weights as people write it, such as "7.2B"."""
     unit, letter = next(((unit, letter) for unit, letter in UNITS if number >= unit), (1, ""))
     return f"{number / unit:.1f}{letter}"

@@ -30,7 +30,7 @@ Images: TypeAlias = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
 
 
 class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of one request; for those that are not given, see `frontend.requests.defaults`.
+    """Options of one request; for those that are not given, see `frontend.requests.checked_params`.
 
     num_predict: most tokens of the answer; below 0: as many as the model's context length leaves room for.
     num_ctx: no effect: the context length is the same for all requests.
@@ -203,7 +203,7 @@ class OllamaMessage(msgspec.Struct, omit_defaults=True):
 
 
 class OllamaAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What all answers have.
+    """The fields that all answers have.
 
     The fields from done_reason on are those of whole answers, and of the last line of a stream.
     Durations are in nanoseconds: total_duration since the request came, prompt_eval_duration of the prefill,
@@ -253,7 +253,7 @@ class OllamaEmbeddingsAnswer(msgspec.Struct):
 
 
 class ModelDetails(msgspec.Struct):
-    """What a model is made of. family: its architecture. parameter_size: such as "7.2B"; "": not known."""
+    """The size and the form of a model. family: its architecture. parameter_size: such as "7.2B"; "": not known."""
 
     parent_model: str
     format: str

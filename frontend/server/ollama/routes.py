@@ -16,7 +16,7 @@ from pagewire.frontend.client import (
     encode_within,
     infill_form,
     off_loop,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
@@ -26,12 +26,12 @@ from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.response import HttpResponse
 from pagewire.frontend.server.ollama import managing
 from pagewire.frontend.server.ollama.conversation import (
-    chat_request,
+    chat_of_ollama,
     check_options,
-    prompt_for,
+    ollama_prompt,
 )
 from pagewire.frontend.server.ollama.field_names import FIELD_NAMES
-from pagewire.frontend.server.ollama.models import listed_models, running_models, shown
+from pagewire.frontend.server.ollama.models import listed_models, running_models, show_model
 from pagewire.frontend.server.ollama.protocol import (
     ListedModels,
     OllamaChatAnswer,
@@ -47,17 +47,17 @@ from pagewire.frontend.server.ollama.protocol import (
     ShownModel,
     ShowRequest,
 )
-from pagewire.frontend.server.ollama.writer import OllamaWriter, loaded, measured
-from pagewire.frontend.server.openai.prepared_chat import PreparedChat, params_of, prepare
+from pagewire.frontend.server.ollama.writer import OllamaWriter, count_usage, write_loaded
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat, chat_params, prepare_chat
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.pooling.protocol import EmbeddingRequest
-from pagewire.frontend.server.pooling.requests import inputs_in, params_in, pooled, tensors
-from pagewire.frontend.server.pooling.results import GAP, filled
+from pagewire.frontend.server.pooling.requests import inputs_in, params_in, pool_prompts, tensors
+from pagewire.frontend.server.pooling.results import GAP, fill_gaps
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service, Services
-from pagewire.frontend.server.shelf.services import seconds_of
+from pagewire.frontend.server.shelf.services import keep_alive_seconds
 from pagewire.ipc.version import __version__
 from pagewire.ipc.wire.codec import Tensor
 
@@ -81,7 +81,7 @@ def routes(services: Services) -> list[Operation]:
         fields = await read_request(request, SHOWN, services.options)
         name = fields.model or fields.name
         async with services.use(name) as service:
-            return json_response(shown(service, name))
+            return json_response(show_model(service, name))
 
     async def version(request: Request) -> Response:
         return json_response({"version": f"{API_VERSION}+pagewire.{__version__}"})
@@ -139,9 +139,9 @@ class OllamaEndpoint(GenerationEndpoint[R]):
     async def _use(self, request: R, exchange: Exchange, response: HttpResponse) -> None:
         generates = isinstance(request, OllamaGenerateRequest)
         prompt = request.prompt if isinstance(request, OllamaGenerateRequest) else request.messages
-        ends = not prompt and request.keep_alive is not None and not seconds_of(request.keep_alive)
+        ends = not prompt and request.keep_alive is not None and not keep_alive_seconds(request.keep_alive)
         if ends and (name := self.services.unload(request.model)) is not None:
-            await response.send_json(200, loaded(name, generates, "unload"))
+            await response.send_json(200, write_loaded(name, generates, "unload"))
             return
         await super()._use(request, exchange, response)
 
@@ -154,27 +154,29 @@ async def chat(service: Service, request: OllamaChatRequest, exchange: Exchange)
         Exceptions of the engine.
     """
     if not request.messages:
-        return loaded(service.model(request.model), generates=False)
-    prepared = await prepare(service, chat_request(service, request), exchange, partial(prompt_for, request))
-    return await answered(prepared, OllamaWriter(prepared, generates=False))
+        return write_loaded(service.model(request.model), generates=False)
+    prepared = await prepare_chat(
+        service, chat_of_ollama(service, request), exchange, partial(ollama_prompt, request)
+    )
+    return await write_answer(prepared, OllamaWriter(prepared, generates=False))
 
 
 async def generate(service: Service, request: OllamaGenerateRequest, exchange: Exchange) -> bytes | Events:
     """Run a request to /api/generate; as `chat`."""
     if not request.prompt:
-        return loaded(service.model(request.model), generates=True)
-    wanted, prompt = chat_request(service, request), request.prompt
+        return write_loaded(service.model(request.model), generates=True)
+    wanted, prompt = chat_of_ollama(service, request), request.prompt
     if request.suffix:
         tokenizer = service.tokenizer_of(request.model)
         form = infill_form(tokenizer)
         prompt, wanted.stop_token_ids = form.prompt(prompt, request.suffix), form.end_token_ids(tokenizer)
     if not (request.raw or request.suffix):
-        prepared = await prepare(service, wanted, exchange, partial(prompt_for, request))
+        prepared = await prepare_chat(service, wanted, exchange, partial(ollama_prompt, request))
     elif request.system or request.think:
         raise APIError(400, "raw and suffix: the prompt is the whole prompt, without system and think")
     else:
         prepared = await prepare_raw(service, wanted, prompt, exchange)
-    return await answered(prepared, OllamaWriter(prepared, generates=True))
+    return await write_answer(prepared, OllamaWriter(prepared, generates=True))
 
 
 async def prepare_raw(service: Service, request: ChatRequest, text: str, exchange: Exchange) -> PreparedChat:
@@ -187,24 +189,24 @@ async def prepare_raw(service: Service, request: ChatRequest, text: str, exchang
     check_generates(service.info)
     tokenizer = service.tokenizer_of(request.model)
     limit, salt = service.info.max_model_len, request.cache_salt
-    ids = await tokenizing(len(text), encode_within, tokenizer, text, limit, True, False, salt)
+    ids = await tokenize_off_loop(len(text), encode_within, tokenizer, text, limit, True, False, salt)
     exchange.prompt = text
     prompt, tools = TokensPrompt(prompt_token_ids=ids, prompt=text), ToolUse()
-    params = params_of(service, request, tools, prompt)
+    params = chat_params(service, request, tools, prompt)
     return PreparedChat(service, request, exchange, tools, prompt, params)
 
 
-async def answered(prepared: PreparedChat, writer: OllamaWriter) -> bytes | Events:
+async def write_answer(prepared: PreparedChat, writer: OllamaWriter) -> bytes | Events:
     """Return the JSON of an answer, or the lines of a stream."""
     if prepared.request.stream:
-        return lines(prepared, writer)
+        return stream_lines(prepared, writer)
     async with aclosing(prepared.replies()) as replies:
         async for reply, part in replies:
             answer = await off_loop(len(part.text), writer.whole, reply, part)
     return answer
 
 
-async def lines(prepared: PreparedChat, writer: OllamaWriter) -> Events:
+async def stream_lines(prepared: PreparedChat, writer: OllamaWriter) -> Events:
     """Yield the lines of an answer."""
     async with aclosing(prepared.replies()) as replies:
         async for reply, part in replies:
@@ -220,14 +222,14 @@ async def embed(service: Service, request: OllamaEmbedRequest, exchange: Exchang
         Exceptions of the engine.
     """
     model = service.model(request.model)
-    outputs = await embedded(
+    outputs = await answer_embeddings(
         service, request, exchange, request.input, request.truncate is not False, request.dimensions
     )
-    times = measured(exchange)
+    times = count_usage(exchange)
     response = OllamaEmbedAnswer(
         model, [GAP] * len(outputs), times["total_duration"], times["load_duration"], exchange.num_prompt
     )
-    return filled(response, outputs, None)
+    return fill_gaps(response, outputs, None)
 
 
 async def embeddings(
@@ -237,12 +239,12 @@ async def embeddings(
     if not request.prompt:
         service.model(request.model)
         return sse.ENCODER.encode(OllamaEmbeddingsAnswer([]))
-    return filled(
-        OllamaEmbeddingsAnswer(GAP), await embedded(service, request, exchange, request.prompt), None
+    return fill_gaps(
+        OllamaEmbeddingsAnswer(GAP), await answer_embeddings(service, request, exchange, request.prompt), None
     )
 
 
-async def embedded(
+async def answer_embeddings(
     service: Service,
     request: OllamaFields,
     exchange: Exchange,
@@ -266,4 +268,4 @@ async def embedded(
         cache_salt=request.cache_salt,
     )
     params = params_in(service, fields, "embed", dimensions=dimensions)
-    return tensors(await pooled(service, fields, exchange, inputs_in(service, texts), params))
+    return tensors(await pool_prompts(service, fields, exchange, inputs_in(service, texts), params))

@@ -84,7 +84,7 @@ class OllamaWriter:
         fields: dict[str, Any] = {"model": self._model, "created_at": timestamp(time.time())}
         fields |= {"done": part.finished(), "logprobs": self._logprobs(part)}
         if part.finished():
-            fields |= {"done_reason": part.finish_reason} | measured(self._chat.exchange)
+            fields |= {"done_reason": part.finish_reason} | count_usage(self._chat.exchange)
         if self._generates:
             return OllamaGenerateAnswer(**fields, response=reply.content, thinking=thought)
         message = OllamaMessage("assistant", reply.content, thought, calls or UNSET)
@@ -98,7 +98,7 @@ class OllamaWriter:
         return chat_logprobs(self._names, part.token_ids, part.logprobs or (), top).content or []
 
 
-def loaded(model: str, generates: bool, reason: str = "load") -> bytes:
+def write_loaded(model: str, generates: bool, reason: str = "load") -> bytes:
     """Return the answer to a request without a prompt: the model is loaded, or (reason "unload") it is not."""
     fields: dict[str, Any] = {"model": model, "created_at": timestamp(time.time())}
     fields |= {"done": True, "done_reason": reason}
@@ -107,7 +107,7 @@ def loaded(model: str, generates: bool, reason: str = "load") -> bytes:
     return sse.ENCODER.encode(OllamaChatAnswer(**fields, message=OllamaMessage("assistant", "")))
 
 
-def measured(exchange: Exchange) -> dict[str, int]:
+def count_usage(exchange: Exchange) -> dict[str, int]:
     """Return the token counts and the durations of an answer, in nanoseconds."""
     total, prefill, decode = (int(seconds * NANOSECONDS) for seconds in exchange.durations())
     return {

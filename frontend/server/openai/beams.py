@@ -17,10 +17,10 @@ from pagewire.frontend.client import (
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.constraints import demands
 from pagewire.frontend.server.openai.protocol import SamplingFields
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.serving.exchange import Exchange, check_aborted
 from pagewire.frontend.server.serving.service import Service
-from pagewire.ipc.beams import refusal
+from pagewire.ipc.beams import beam_refusal
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
 RANKS = "beams are extended by tokens, without a grammar; sample with best_of instead"
@@ -32,7 +32,7 @@ def check_beam_fields(request: SamplingFields) -> None:
     Raises:
         APIError, ValueError: a field has no meaning in beam search, or has one only there.
     """
-    if (refused := refusal(request, bool(request.use_beam_search))) is not None:
+    if (refused := beam_refusal(request, bool(request.use_beam_search))) is not None:
         raise refused
     if not request.use_beam_search:
         return
@@ -96,7 +96,7 @@ async def beam_outputs(
     )
     return await search_all(
         service.engine.session,
-        [salted(prompt, request.cache_salt) for prompt in prompts],
+        [salt_prompt(prompt, request.cache_salt) for prompt in prompts],
         beam_params(service, request, params),
         params,
         complete,

@@ -12,9 +12,9 @@ from pagewire.frontend.client import CompletionOutput, RequestOutput, check_temp
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
-from pagewire.frontend.server.openai.custom_tools import CustomCalls, in_functions, merged
+from pagewire.frontend.server.openai.custom_tools import CustomCalls, in_functions, merge_calls
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from pagewire.frontend.server.openai.prepared_chat import Outputs, PreparedChat, prepare
+from pagewire.frontend.server.openai.prepared_chat import Outputs, PreparedChat, prepare_chat
 from pagewire.frontend.server.openai.protocol import (
     ChatChoice,
     ChatChunk,
@@ -26,12 +26,12 @@ from pagewire.frontend.server.openai.protocol import (
     ChatRequest,
     ChatToolCall,
 )
-from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, read
+from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, feed_parser
 from pagewire.frontend.server.openai.sampling import check_stream_options
 from pagewire.frontend.server.openai.size import writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
-from pagewire.frontend.server.serving.retention import kept
+from pagewire.frontend.server.serving.retention import keep_prompt
 from pagewire.frontend.server.serving.service import Service, Services
 
 SERVICE_TIER = "default"  # the only one that there is
@@ -47,10 +47,10 @@ def routes(services: Services) -> list[Operation]:
     if (
         template is not None
         and isinstance(services, Service)
-        and services.engine.session.tokenizer is not None
+        and services.engine.session.intake.tokenizer is not None
     ):
         check_template(services.tokenizer, template)
-    endpoint = GenerationEndpoint(services, "chatcmpl-", ChatRequest, answer)
+    endpoint = GenerationEndpoint(services, "chatcmpl-", ChatRequest, answer_chat)
     return [
         Operation(
             "POST",
@@ -64,7 +64,7 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> bytes | Events:
+async def answer_chat(service: Service, request: ChatRequest, exchange: Exchange) -> bytes | Events:
     """Run a request, and return the JSON of the response or the events of a stream.
 
     Raises:
@@ -73,11 +73,11 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     """
     check_beam_fields(request)
     request, custom = in_functions(request)
-    chat = await prepare(service, request, exchange)
+    chat = await prepare_chat(service, request, exchange)
     writer = ChatWriter(chat, custom)
     if request.use_beam_search:
         (output,) = await beam_outputs(
-            service, request, [kept(chat.prompt, chat.retention)], chat.params, exchange
+            service, request, [keep_prompt(chat.prompt, chat.retention)], chat.params, exchange
         )
         return writer.whole(output)
     batches = chat.outputs()
@@ -160,7 +160,7 @@ class ChatWriter:
         """Parse the next text of an output."""
         if part.index not in self._parsers:
             self._parsers[part.index] = self._chat.new_parser()
-        delta = read(self._parsers[part.index], part.text, part.finished())
+        delta = feed_parser(self._parsers[part.index], part.text, part.finished())
         if delta.tool_calls:
             self._called.add(part.index)
         return delta
@@ -172,7 +172,9 @@ class ChatWriter:
 
     def _whole_calls(self, part: CompletionOutput, reply: ReplyDelta) -> list[ChatToolCall]:
         """The calls of a whole output, which have no `index`."""
-        return [msgspec.structs.replace(call, index=UNSET) for call in merged(self._calls_in(part, reply))]
+        return [
+            msgspec.structs.replace(call, index=UNSET) for call in merge_calls(self._calls_in(part, reply))
+        ]
 
     def _finish_reason(self, part: CompletionOutput) -> str | None:
         calls = part.index in self._called and part.finish_reason == "stop"

@@ -22,7 +22,7 @@ from pagewire.frontend.client import (
     off_loop,
     prompt_offsets,
     prompts_of,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
@@ -39,8 +39,8 @@ from pagewire.frontend.server.openai.protocol import (
 )
 from pagewire.frontend.server.openai.sampling import (
     check_stream_options,
-    salted,
-    sampling_params,
+    make_sampling_params,
+    salt_prompt,
 )
 from pagewire.frontend.server.openai.size import check_amount, logprob_budget, writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
@@ -54,7 +54,7 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint."""
-    endpoint = GenerationEndpoint(services, "cmpl-", CompletionRequest, complete)
+    endpoint = GenerationEndpoint(services, "cmpl-", CompletionRequest, answer_completions)
     return [
         Operation(
             "POST",
@@ -68,7 +68,9 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def complete(service: Service, request: CompletionRequest, exchange: Exchange) -> bytes | Events:
+async def answer_completions(
+    service: Service, request: CompletionRequest, exchange: Exchange
+) -> bytes | Events:
     """Run a request, and return the JSON of the response or the events of a stream.
 
     Raises:
@@ -102,7 +104,7 @@ def batches_of(
 ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
     """Submit prompts when the result is first asked for an item; see `AsyncLLM.generate_all`."""
     return service.engine.generate_all(
-        [salted(prompt, request.cache_salt) for prompt in prompts],
+        [salt_prompt(prompt, request.cache_salt) for prompt in prompts],
         params,
         exchange.id,
         priority=request.priority or 0,
@@ -183,14 +185,14 @@ async def without_special_tokens(
         return {"prompt": prompt, "prompt_token_ids": ids}
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    return await tokenizing(size, lambda: [tokenized(prompt) for prompt in prompts])
+    return await tokenize_off_loop(size, lambda: [tokenized(prompt) for prompt in prompts])
 
 
 def completion_params(service: Service, request: CompletionRequest) -> SamplingParams:
     """Return the engine's parameters for a request."""
     echoes_only = bool(request.echo) and request.max_tokens == 0
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    params = sampling_params(service, request, 1 if echoes_only else max_tokens, request.logprobs)
+    params = make_sampling_params(service, request, 1 if echoes_only else max_tokens, request.logprobs)
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         return msgspec.structs.replace(params, prompt_logprobs=request.logprobs)
     return params

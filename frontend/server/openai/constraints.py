@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.openai.protocol import ResponseFormat, SamplingFields
 from pagewire.frontend.server.parsing.call_formats import (
     Format,
+    call_schema,
     const,
     either,
-    json_schema,
     sequence,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse
@@ -48,7 +48,7 @@ def demands(request: SamplingFields) -> dict[str, StructuredOutputsParams]:
         if (value := getattr(request, name)) is not None:
             given[name] = {kind: value}
     if request.response_format is not None and request.response_format.type != "text":
-        given["response_format"] = format_of(request.response_format)
+        given["response_format"] = response_format(request.response_format)
     if (pattern := request.guided_whitespace_pattern) is not None:
         if not given:
             message = "guided_whitespace_pattern is for JSON: give guided_json or response_format with it"
@@ -61,7 +61,7 @@ def demands(request: SamplingFields) -> dict[str, StructuredOutputsParams]:
     return {name: StructuredOutputsParams.read(constraint) for name, constraint in given.items()}
 
 
-def demanded(request: SamplingFields) -> StructuredOutputsParams | None:
+def demanded_constraint(request: SamplingFields) -> StructuredOutputsParams | None:
     """Return the constraint that a request demands of its output; None: none. Equal demands count as one.
 
     Raises:
@@ -75,7 +75,7 @@ def demanded(request: SamplingFields) -> StructuredOutputsParams | None:
     return next(iter(given.values()), None)
 
 
-def format_of(response_format: ResponseFormat) -> dict[str, Any]:
+def response_format(response_format: ResponseFormat) -> dict[str, Any]:
     """Return a response format as fields of `StructuredOutputsParams`.
 
     Raises:
@@ -97,7 +97,7 @@ def format_of(response_format: ResponseFormat) -> dict[str, Any]:
     return {"json": response_format.json_schema.schema}
 
 
-def constrained(
+def constrain_params(
     params: SamplingParams, request: SamplingFields, tools: ToolUse, thought: Format | None
 ) -> SamplingParams:
     """Return the parameters with all constraints on the output.
@@ -118,7 +118,7 @@ def constrained(
             )
             raise APIError(400, message, param="tool_choice")
         if structure is not None:
-            warn(
+            warn_client(
                 "response_format has no effect: tool_choice requires calls, which follow the schemas of tools"
             )
         structure = StructuredOutputsParams(json=tools.schema)
@@ -149,7 +149,7 @@ def valid_calls(
 ) -> StructuredOutputsParams | None:
     """Return the constraint to text whose calls are valid; None, with a warning, if they cannot be written so.
 
-    strict: the grammar must be compiled, or the request fails. thought: see `constrained`.
+    strict: the grammar must be compiled, or the request fails. thought: see `constrain_params`.
 
     Raises:
         ValueError: they cannot be written so, and a tool demands it.
@@ -162,7 +162,7 @@ def valid_calls(
     except ValueError as error:
         if strict:
             raise
-        warn(f"calls are not constrained to their schemas: {error}")
+        warn_client(f"calls are not constrained to their schemas: {error}")
         return None
 
 
@@ -186,7 +186,7 @@ def format_in(structure: StructuredOutputsParams) -> Format:
         return either(*map(const, structure.choice))
     if structure.structural_tag is not None:
         return tagged_format(json.loads(str(structure.structural_tag)))
-    return json_schema({"type": "object"} if structure.json is None else json.loads(str(structure.json)))
+    return call_schema({"type": "object"} if structure.json is None else json.loads(str(structure.json)))
 
 
 def tagged_format(structural_tag: dict[str, Any]) -> Format:
@@ -198,7 +198,7 @@ def tagged_format(structural_tag: dict[str, Any]) -> Format:
         {
             "type": "tag",
             "begin": structure.get("begin"),
-            "content": json_schema(structure.get("schema", {})),
+            "content": call_schema(structure.get("schema", {})),
             "end": structure.get("end"),
         }
         for structure in structural_tag.get("structures") or ()

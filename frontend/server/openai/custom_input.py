@@ -50,7 +50,7 @@ class CustomInput:
         while (match := PIECE.match(self._rest, place)) is not None:
             if is_high(match[0]) and CUT.fullmatch(self._rest, place):
                 break  # its other half may follow
-            text += decoded(match[0])
+            text += decode_piece(match[0])
             place = match.end()
         self._rest = self._rest[place:]
         if self._rest.startswith('"'):
@@ -72,7 +72,7 @@ def is_high(piece: str) -> bool:
     return len(piece) == 6 and piece[2:4].lower() in ("d8", "d9", "da", "db")
 
 
-def decoded(piece: str) -> str:
+def decode_piece(piece: str) -> str:
     """Return the text of a piece of a JSON string; half a character, or an escape that JSON has not, as it is."""
     try:
         text: str = json.loads(f'"{piece}"', strict=False)

@@ -65,7 +65,7 @@ def in_functions(request: ChatRequest) -> tuple[ChatRequest, frozenset[str]]:
     changed = msgspec.structs.replace(
         request,
         tools=tools if request.tools is not None else None,
-        tool_choice=chosen(request.tool_choice),
+        tool_choice=choose_function(request.tool_choice),
         messages=messages,
     )
     return changed, names
@@ -104,14 +104,17 @@ def function_for(tool: Any, where: str) -> Any:
     return {"type": "function", "function": function}
 
 
-def chosen(choice: Any) -> Any:
+def choose_function(choice: Any) -> Any:
     """Return a `tool_choice` with functions in place of custom tools. Raises as `custom_of`."""
     if is_custom(choice):
         name = custom_of(choice, "tool_choice")["name"]
         return {"type": "function", "function": {"name": name}}
     allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
     if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list):
-        return {**choice, "allowed_tools": {**allowed, "tools": [chosen(tool) for tool in allowed["tools"]]}}
+        return {
+            **choice,
+            "allowed_tools": {**allowed, "tools": [choose_function(tool) for tool in allowed["tools"]]},
+        }
     return choice
 
 
@@ -167,7 +170,7 @@ class CustomCalls:
         return ChatToolCall(UNSET, CustomCall(name, text), call.index, call.id, "custom")
 
 
-def merged(calls: Sequence[ChatToolCall]) -> list[ChatToolCall]:
+def merge_calls(calls: Sequence[ChatToolCall]) -> list[ChatToolCall]:
     """Return the calls of a whole output, given each once, and then the ends of the texts of custom tools."""
     result: dict[Any, ChatToolCall] = {}
     for call in calls:

@@ -37,11 +37,11 @@ async def embeds_in(service: Service, request: CompletionRequest) -> list[Any]:
     if request.use_beam_search:
         message = f"use_beam_search does not go with {KEY}, which have no tokens: sample with best_of instead"
         raise APIError(400, message, param="use_beam_search")
-    tensors = await off_loop(sum(map(len, texts)), lambda: [decoded(text) for text in texts])
+    tensors = await off_loop(sum(map(len, texts)), lambda: [decode_tensor(text) for text in texts])
     return [{KEY: tensor} for tensor in tensors]
 
 
-def decoded(text: str) -> Tensor:
+def decode_tensor(text: str) -> Tensor:
     """Return the tensor of a safetensors file in base64.
 
     Raises:

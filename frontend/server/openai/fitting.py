@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pagewire.frontend.client import ContextLengthError, TokensPrompt
-from pagewire.frontend.server.openai.prepared_chat import counted, prompt_of
+from pagewire.frontend.server.openai.prepared_chat import place_media, prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.serving.service import Service
@@ -35,7 +35,7 @@ async def fitting_prompt(
     async def fitting(start: int) -> TokensPrompt | None:
         try:
             prompt = await prompt_from(start)
-            return prompt if len(await counted(service, prompt)) <= room else None
+            return prompt if len(await place_media(service, prompt)) <= room else None
         except ContextLengthError:
             return None
 

@@ -55,9 +55,12 @@ def chat_logprobs(
         content.append(
             TokenLogprob(
                 names.name(token_id, position[token_id]),
-                finite(position[token_id].logprob),
+                clamp_logprob(position[token_id].logprob),
                 names.bytes(token_id, position[token_id]),
-                [CandidateLogprob(names.name(i, e), finite(e.logprob), names.bytes(i, e)) for i, e in best],
+                [
+                    CandidateLogprob(names.name(i, e), clamp_logprob(e.logprob), names.bytes(i, e))
+                    for i, e in best
+                ],
             )
         )
     return ChatLogprobs(content)
@@ -80,7 +83,7 @@ def completion_logprobs(
     for token_id, position in zip(token_ids, positions, strict=True):
         entry = None if position is None else position[token_id]
         part.tokens.append(names.name(token_id, entry))
-        part.token_logprobs.append(None if entry is None else finite(entry.logprob))
+        part.token_logprobs.append(None if entry is None else clamp_logprob(entry.logprob))
         part.top_logprobs.append(None if position is None else best_by_name(names, token_id, position, top))
     return part
 
@@ -94,7 +97,7 @@ def best_by_name(names: TokenNames, token_id: int, position: Position, top: int)
     for other, entry in position.items():
         if other == token_id or top < 0 or (entry.rank or 0) <= top:
             name = names.name(other, entry)
-            best[f"token_id:{other}" if name in best else name] = finite(entry.logprob)
+            best[f"token_id:{other}" if name in best else name] = clamp_logprob(entry.logprob)
     return best
 
 
@@ -103,11 +106,13 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[int, Prom
     return [
         None
         if position is None
-        else {i: PromptLogprob(finite(e.logprob), e.rank, e.decoded_token) for i, e in position.items()}
+        else {
+            i: PromptLogprob(clamp_logprob(e.logprob), e.rank, e.decoded_token) for i, e in position.items()
+        }
         for position in positions
     ]
 
 
-def finite(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """Return a log probability that JSON can represent: `LOWEST` for minus infinity."""
     return logprob if math.isfinite(logprob) else LOWEST

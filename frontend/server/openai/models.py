@@ -1,4 +1,4 @@
-"""What OpenAI's API says of the served models, and of their adapters."""
+"""Descriptions for OpenAI's API of the served models, and of their adapters."""
 
 from __future__ import annotations
 

@@ -19,24 +19,30 @@ from pagewire.frontend.client import (
     chat_prompt,
     check_generates,
     has_media,
-    media_work,
+    media_threads,
     off_loop,
     salt_of,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
-from pagewire.frontend.server.openai.constraints import constrained, demands
+from pagewire.frontend.server.http.warnings import warn_client
+from pagewire.frontend.server.openai.constraints import constrain_params, demands
 from pagewire.frontend.server.openai.protocol import ChatRequest
-from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, ReplyWithCalls, TextReply, read
-from pagewire.frontend.server.openai.sampling import check_stream_options, salted, sampling_params
+from pagewire.frontend.server.openai.reply import (
+    ReplyDelta,
+    ReplyParser,
+    ReplyWithCalls,
+    TextReply,
+    feed_parser,
+)
+from pagewire.frontend.server.openai.sampling import check_stream_options, make_sampling_params, salt_prompt
 from pagewire.frontend.server.openai.size import (
     VALUE_CHARS,
     check_amount,
     check_conversation,
     check_tools,
     logprob_budget,
-    num_values,
+    num_json_values,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
@@ -47,7 +53,7 @@ from pagewire.frontend.server.parsing.reasoning import (
     thinking,
 )
 from pagewire.frontend.server.serving.exchange import Exchange
-from pagewire.frontend.server.serving.retention import kept, wishes_of
+from pagewire.frontend.server.serving.retention import keep_prompt, wishes_of
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.wire.items import Retention
 from pagewire.ipc.wire.params import SamplingParams
@@ -79,7 +85,7 @@ class PreparedChat:
         """Submit the request, and return an iterator over batches of its outputs."""
         service, request = self.service, self.request
         return service.engine.generate_all(
-            [kept(salted(self.prompt, request.cache_salt), self.retention)],
+            [keep_prompt(salt_prompt(self.prompt, request.cache_salt), self.retention)],
             self.params,
             self.exchange.id,
             priority=request.priority or 0,
@@ -100,7 +106,7 @@ class PreparedChat:
             async for ((_, output),) in batches:
                 self.exchange.count(0, output)
                 (part,) = output.outputs
-                yield await off_loop(len(part.text), read, parser, part.text, part.finished()), part
+                yield await off_loop(len(part.text), feed_parser, parser, part.text, part.finished()), part
 
     def new_parser(self) -> ReplyParser:
         """Return a new parser for one output."""
@@ -108,7 +114,7 @@ class PreparedChat:
         return TextReply() if parser is None else ReplyWithCalls(parser)
 
 
-async def prepare(
+async def prepare_chat(
     service: Service,
     request: ChatRequest,
     exchange: Exchange,
@@ -128,7 +134,7 @@ async def prepare(
     tools = await tools_of(service, request)
     prompt = await (render or prompt_of)(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
-    params = await off_loop(check_tools(tools.prompted), params_of, service, request, tools, prompt)
+    params = await off_loop(check_tools(tools.prompted), chat_params, service, request, tools, prompt)
     return PreparedChat(service, request, exchange, tools, prompt, params, retention)
 
 
@@ -182,7 +188,9 @@ async def tools_of(service: Service, request: ChatRequest, counts: bool = False)
     return thinking(tools, service.formats.marks)
 
 
-def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: TokensPrompt) -> SamplingParams:
+def chat_params(
+    service: Service, request: ChatRequest, tools: ToolUse, prompt: TokensPrompt
+) -> SamplingParams:
     """Return the engine's parameters for a request.
 
     Raises:
@@ -192,7 +200,7 @@ def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: To
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    params = sampling_params(service, request, max_tokens, logprobs)
+    params = make_sampling_params(service, request, max_tokens, logprobs)
     check_amount(service, 1, params)
     if request.thinking_token_budget is not None:
         params = msgspec.structs.replace(
@@ -203,7 +211,7 @@ def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: To
     thought = None
     if tools.reasoning is not None:
         thought = reasoning_format(tools.reasoning, prompt.get("prompt", ""), continued_text(request))
-    return constrained(params, request, tools, thought)
+    return constrain_params(params, request, tools, thought)
 
 
 def marks_of(tools: ToolUse, prompt: str, continued: str | None) -> ThinkingMarks:
@@ -257,7 +265,7 @@ async def prompt_of(
     tokenizer = service.tokenizer_of(request.model)
 
     given = variables | (request.chat_template_kwargs or {})
-    size += VALUE_CHARS * num_values(given, OFF_LOOP_CHARS // VALUE_CHARS)
+    size += VALUE_CHARS * num_json_values(given, OFF_LOOP_CHARS // VALUE_CHARS)
     warnings: list[str] = []
 
     def make() -> TokensPrompt:
@@ -284,22 +292,22 @@ async def prompt_of(
     if request.chat_template is not None:
         prompt = await service.request_templates.run(make)
     else:
-        prompt = await tokenizing(size, make)
+        prompt = await tokenize_off_loop(size, make)
     for text in warnings:
-        warn(text)
+        warn_client(text)
     return prompt
 
 
-async def counted(service: Service, prompt: TokensPrompt) -> list[int]:
+async def place_media(service: Service, prompt: TokensPrompt) -> list[int]:
     """The tokens of a prompt, with those that stand for its pictures and sounds.
 
     Raises:
         ValueError: a picture or sound cannot be had.
     """
-    token_ids, media = prompt["prompt_token_ids"], service.engine.session.media
+    token_ids, media = prompt["prompt_token_ids"], service.engine.session.intake.media
     if media is None or not has_media(prompt):
         return token_ids
-    placed, _ = await media_work.run(lambda: media.place(token_ids, prompt, salt_of(prompt)))
+    placed, _ = await media_threads.run(lambda: media.place(token_ids, prompt, salt_of(prompt)))
     return placed
 
 

@@ -11,7 +11,7 @@ from typing import Any
 BEGIN, END = "<system-reminder>\n", "\n</system-reminder>"
 
 
-def has_begun(messages: Sequence[dict[str, Any]]) -> bool:
+def has_conversation_begun(messages: Sequence[dict[str, Any]]) -> bool:
     """Return True if there are other messages than those of the system."""
     return any(message["role"] != "system" for message in messages[:2]) or len(messages) > 2
 

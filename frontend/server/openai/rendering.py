@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.client import has_media, media_work, num_chars, request_ids, tokenizing
+from pagewire.frontend.client import has_media, media_threads, num_chars, request_ids, tokenize_off_loop
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.completions import completion_params, prompts_in, without_special_tokens
 from pagewire.frontend.server.openai.custom_tools import in_functions
-from pagewire.frontend.server.openai.prepared_chat import prepare
+from pagewire.frontend.server.openai.prepared_chat import prepare_chat
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.openai.size import check_amount
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import GenerationEndpoint
@@ -61,8 +61,8 @@ def routes(services: Services) -> list[Operation]:
 async def render_chat_request(service: Service, request: ChatRequest, exchange: Exchange) -> bytes:
     """The prompt of a conversation, as JSON. Raises as a chat completion."""
     request, _ = in_functions(request)
-    chat = await prepare(service, request, exchange)
-    return sse.ENCODER.encode(await rendered(service, request, chat.prompt, chat.params, exchange.id))
+    chat = await prepare_chat(service, request, exchange)
+    return sse.ENCODER.encode(await render_prompt(service, request, chat.prompt, chat.params, exchange.id))
 
 
 async def render_completion_request(
@@ -82,11 +82,11 @@ async def render_completion_request(
     names = request_ids(exchange.id, len(prompts))
     rows = zip(prompts, names, strict=True)
     return sse.ENCODER.encode(
-        [await rendered(service, request, prompt, params, name) for prompt, name in rows]
+        [await render_prompt(service, request, prompt, params, name) for prompt, name in rows]
     )
 
 
-async def rendered(
+async def render_prompt(
     service: Service, request: SamplingFields, prompt: Any, params: SamplingParams, name: str
 ) -> RenderedPrompt:
     """A prompt as the engine would get it. name: id of the request.
@@ -95,15 +95,17 @@ async def rendered(
         ValueError, TypeError: the engine would refuse it.
     """
     work = partial(
-        service.engine.session.prepare,
-        salted(prompt, request.cache_salt),
+        service.engine.session.intake.prepare,
+        salt_prompt(prompt, request.cache_salt),
         params,
         name,
         request.priority or 0,
         lora_request=service.adapter(request.model),
         prompt_adapter_request=service.prompt_adapter(request.model),
     )
-    prepared = await (media_work.run(work) if has_media(prompt) else tokenizing(num_chars(prompt), work))
+    prepared = await (
+        media_threads.run(work) if has_media(prompt) else tokenize_off_loop(num_chars(prompt), work)
+    )
     token_ids = prepared.request.prompt.token_ids[prepared.num_virtual_tokens :]
     return RenderedPrompt(
         request_id=name,

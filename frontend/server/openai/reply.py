@@ -68,14 +68,14 @@ class ReplyWithCalls:
         return reply_delta(self._parser.finish())
 
 
-def read(parser: ReplyParser, text: str, ended: bool) -> ReplyDelta:
+def feed_parser(parser: ReplyParser, text: str, ended: bool) -> ReplyDelta:
     """Feed a parser the next text of an output. ended: it is the last text."""
     delta = parser.feed(text)
     if ended:
         last = parser.finish()
         delta.content += last.content
         delta.reasoning += last.reasoning
-        delta.tool_calls = joined(delta.tool_calls + last.tool_calls)
+        delta.tool_calls = join_calls(delta.tool_calls + last.tool_calls)
     return delta
 
 
@@ -92,11 +92,11 @@ def reply_delta(deltas: list[Delta]) -> ReplyDelta:
             reply.tool_calls.append(ToolCall(head, delta.index, delta.id, "function"))
         else:
             reply.tool_calls.append(ToolCall(FunctionCall(arguments=delta.text), delta.index))
-    reply.tool_calls = joined(reply.tool_calls)
+    reply.tool_calls = join_calls(reply.tool_calls)
     return reply
 
 
-def joined(deltas: list[ToolCall]) -> list[ToolCall]:
+def join_calls(deltas: list[ToolCall]) -> list[ToolCall]:
     """Combine deltas of tool calls: return one for each call, in order of their indexes."""
     calls: dict[int, ToolCall] = {}
     for delta in deltas:

@@ -14,7 +14,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.tenants import tenant_of
-from pagewire.frontend.server.openai.prepared_chat import prepare
+from pagewire.frontend.server.openai.prepared_chat import prepare_chat
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import GenerationEndpoint
@@ -94,7 +94,7 @@ async def prefetch(service: Service, request: ChatRequest, exchange: Exchange) -
             raise APIError(
                 400, f"{name} has no meaning here: a prompt is computed, and no answer", param=name
             )
-    chat = await prepare(
+    chat = await prepare_chat(
         service, msgspec.structs.replace(request, max_completion_tokens=1, min_tokens=None), exchange
     )
     wishes = chat.retention or [Retention(name=request.prompt_cache_key or "")]

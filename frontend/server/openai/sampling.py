@@ -8,7 +8,7 @@ import msgspec
 
 from pagewire.frontend.client import PromptType
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.constraints import demanded
+from pagewire.frontend.server.openai.constraints import demanded_constraint
 from pagewire.frontend.server.openai.protocol import SamplingFields, StreamOptions
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.errors import FieldValueError
@@ -39,7 +39,7 @@ SAME_NAME = (
 )
 
 
-def sampling_params(
+def make_sampling_params(
     service: Service, request: SamplingFields, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Return the engine's parameters: the model's defaults, overridden by the request's fields.
@@ -75,8 +75,8 @@ def sampling_params(
         num_returned=number if selects else None,
         max_tokens=max_tokens,
         logprobs=0 if selects and logprobs is None else logprobs,
-        structured_outputs=demanded(request),
-        detokenize=service.engine.session.tokenizer is not None,
+        structured_outputs=demanded_constraint(request),
+        detokenize=service.engine.session.intake.tokenizer is not None,
         extra_args=request.vllm_xargs,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
     )
@@ -113,7 +113,7 @@ def check_prompt_fields(service: Service, request: SamplingFields) -> None:
         raise APIError(400, message, param="truncate_prompt_tokens")
 
 
-def salted(prompt: PromptType, salt: str | None) -> PromptType:
+def salt_prompt(prompt: PromptType, salt: str | None) -> PromptType:
     """Return the prompt with a cache salt; unchanged if `salt` is None."""
     if salt is None:
         return prompt

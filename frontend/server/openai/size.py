@@ -69,7 +69,7 @@ def check_conversation(service: Service, messages: Sequence[Any]) -> int:
         ContextLengthError: its text is far too long for the model.
     """
     if len(messages) > MAX_MESSAGES:
-        raise too_many("messages", len(messages), MAX_MESSAGES)
+        raise too_many_values("messages", len(messages), MAX_MESSAGES)
     num_chars = num_parts = 0
     for message in messages:
         if not isinstance(message, dict):
@@ -81,10 +81,10 @@ def check_conversation(service: Service, messages: Sequence[Any]) -> int:
             elif isinstance(field, list):
                 num_parts += len(field)
                 if num_parts > MAX_PARTS:
-                    raise too_many("content parts and tool calls", num_parts, MAX_PARTS)
+                    raise too_many_values("content parts and tool calls", num_parts, MAX_PARTS)
                 num_chars += sum(map(chars_of, field))
     check_characters(num_chars, service.info.max_model_len)
-    num_chars += VALUE_CHARS * num_values(messages, OFF_LOOP_CHARS // VALUE_CHARS)
+    num_chars += VALUE_CHARS * num_json_values(messages, OFF_LOOP_CHARS // VALUE_CHARS)
     return num_chars + MESSAGE_CHARS * (len(messages) + num_parts)
 
 
@@ -94,14 +94,14 @@ def check_tools(tools: Sequence[Any] | None) -> int:
     Raises:
         APIError: they have too many values.
     """
-    number = num_values(tools, MAX_TOOL_VALUES)
+    number = num_json_values(tools, MAX_TOOL_VALUES)
     if number > MAX_TOOL_VALUES:
         message = f"tools: their schemas have over {MAX_TOOL_VALUES} values in all"
         raise APIError(400, message, param="tools", code="request_too_large")
     return VALUE_CHARS * number
 
 
-def num_values(data: Any, most: int) -> int:
+def num_json_values(data: Any, most: int) -> int:
     """Return the number of values in JSON data; one over `most` if there are more, which are not looked at."""
     number, rest = 0, [data]
     while rest:
@@ -121,7 +121,7 @@ def chars_of(part: Any) -> int:
     return len(text) if isinstance(text, str) else 0
 
 
-def too_many(things: str, number: int, limit: int) -> APIError:
+def too_many_values(things: str, number: int, limit: int) -> APIError:
     """Return the error for a conversation with too many messages or parts."""
     message = f"messages: the conversation has {number} {things} or more; at most {limit} are allowed"
     return APIError(400, message, param="messages", code="request_too_large")

@@ -14,14 +14,14 @@ from pagewire.frontend.client import (
     encode_within,
     off_loop,
     template_source,
-    tokenizing,
+    tokenize_off_loop,
 )
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query
-from pagewire.frontend.server.openai.prepared_chat import counted, prompt_of
+from pagewire.frontend.server.openai.prepared_chat import place_media, prompt_of
 from pagewire.frontend.server.openai.protocol import (
     ChatRequest,
     DetokenizeRequest,
@@ -47,19 +47,19 @@ def routes(services: Services) -> list[Operation]:
         fields = await read_request(request, TO_TOKENS, services.options)
         async with services.use(fields.model) as own:
             tokenizer = own.tokenizer_of(fields.model)
-            tokens = await while_connected(token_ids(own, fields), request.receive)
+            tokens = await while_connected(tokenize_request(own, fields), request.receive)
             names = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
             return json_response(TokenizeResponse(tokens, len(tokens), own.info.max_model_len, names))
 
     async def detokenize(request: Request) -> Response:
         fields = await read_request(request, TO_TEXT, services.options)
         async with services.use(fields.model) as own:
-            return json_response(DetokenizeResponse(await text_of(own, fields)))
+            return json_response(DetokenizeResponse(await request_text(own, fields)))
 
     async def show(request: Request) -> Response:
         name = request.query_params.get("model")
         async with services.use(name) as own:
-            return json_response(described(own, name))
+            return json_response(describe_tokenizer(own, name))
 
     return [
         Operation(
@@ -89,7 +89,7 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
+async def tokenize_request(service: Service, fields: TokenizeRequest) -> list[int]:
     """Return the token ids of the prompt that a completion or chat completion would get.
 
     Raises:
@@ -103,14 +103,14 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
         }
         tools = ToolUse(prompted=fields.tools)
         prompt = await prompt_of(service, ChatRequest(**chat_fields), tools, counts=True)
-        return await counted(service, prompt)
+        return await place_media(service, prompt)
     text, special = fields.prompt or "", fields.add_special_tokens is not False
     max_model_len = service.info.max_model_len
     tokenizer = service.tokenizer_of(fields.model)
-    return await tokenizing(len(text), encode_within, tokenizer, text, max_model_len, special, True)
+    return await tokenize_off_loop(len(text), encode_within, tokenizer, text, max_model_len, special, True)
 
 
-async def text_of(service: Service, fields: DetokenizeRequest) -> str:
+async def request_text(service: Service, fields: DetokenizeRequest) -> str:
     """Return the text of token ids.
 
     Raises:
@@ -128,7 +128,7 @@ async def text_of(service: Service, fields: DetokenizeRequest) -> str:
     )
 
 
-def described(service: Service, name: str | None) -> TokenizerInfo:
+def describe_tokenizer(service: Service, name: str | None) -> TokenizerInfo:
     """Return the description of the tokenizer of a model, or of an adapter.
 
     Raises:

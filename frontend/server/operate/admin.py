@@ -111,7 +111,7 @@ def operations() -> list[Operation]:
         Operation(
             "POST",
             "/update_weights",
-            guarded(update_weights),
+            guard_endpoint(update_weights),
             "Let the model have other weights.",
             query=(MODEL,),
             body=UpdateWeightsRequest,
@@ -119,11 +119,13 @@ def operations() -> list[Operation]:
         ),
         operation("POST", "/start_profile", start_profile, "Record traces of the workers.", "start_profile"),
         operation("POST", "/stop_profile", stop_profile, "Write the traces.", "stop_profile"),
-        Operation("POST", "/abort", guarded(abort), "End requests.", body=AbortRequest, result=AbortResponse),
+        Operation(
+            "POST", "/abort", guard_endpoint(abort), "End requests.", body=AbortRequest, result=AbortResponse
+        ),
         Operation(
             "POST",
             "/v1/load_lora_adapter",
-            guarded(load_adapter),
+            guard_endpoint(load_adapter),
             "Serve one more LoRA adapter as a model.",
             body=LoadAdapterRequest,
             result=ModelCard,
@@ -131,7 +133,7 @@ def operations() -> list[Operation]:
         Operation(
             "POST",
             "/v1/unload_lora_adapter",
-            guarded(unload_adapter),
+            guard_endpoint(unload_adapter),
             "Serve a LoRA adapter no more; its requests finish.",
             body=UnloadAdapterRequest,
             result=dict[str, bool],
@@ -142,10 +144,10 @@ def operations() -> list[Operation]:
 def operation(method: str, path: str, endpoint: Endpoint, summary: str, call: str) -> Operation:
     """An endpoint that takes the arguments of a call in its query, and answers a truth value."""
     query = (*queries_of(call), MODEL)
-    return Operation(method, path, guarded(endpoint), summary, query=query, result=dict[str, bool])
+    return Operation(method, path, guard_endpoint(endpoint), summary, query=query, result=dict[str, bool])
 
 
-def guarded(endpoint: Endpoint) -> Endpoint:
+def guard_endpoint(endpoint: Endpoint) -> Endpoint:
     """An endpoint for tenants with the right `admin`; where no key is required, the header for operators is."""
     allowed = require_admin(endpoint)
 
@@ -230,17 +232,17 @@ async def start_profile(request: Request) -> Response:
         where = f"set {PROFILER_DIR}, a folder for traces, where server and engine start"
         message = f"profiling is off by default: {where}"
         raise APIError(400, message, code="profiling_off")
-    await profiled(engine_of(request).start_profile())
+    await await_profilers(engine_of(request).start_profile())
     return json_response({"profiling": True})
 
 
 async def stop_profile(request: Request) -> Response:
     """POST /stop_profile."""
-    await profiled(engine_of(request).stop_profile())
+    await await_profilers(engine_of(request).stop_profile())
     return json_response({"profiling": False})
 
 
-async def profiled(call: Awaitable[None]) -> None:
+async def await_profilers(call: Awaitable[None]) -> None:
     """Wait for the workers' profilers.
 
     Raises:

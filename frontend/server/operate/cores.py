@@ -15,7 +15,7 @@ from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.operate.admin import guarded
+from pagewire.frontend.server.operate.admin import guard_endpoint
 from pagewire.frontend.server.serving.service import Service, Services, services_of
 from pagewire.ipc.errors import EngineDeadError, ProtocolError
 
@@ -59,12 +59,14 @@ def routes(services: Services) -> list[Operation]:
     if not (services.options.enable_admin and routed):
         return []
     return [
-        Operation("GET", "/cores", guarded(cores), "The cores behind this router.", result=list[Core]),
-        Operation("POST", "/cores", guarded(add), "Use one more core.", body=AddCore, result=Core),
+        Operation("GET", "/cores", guard_endpoint(cores), "The cores behind this router.", result=list[Core]),
+        Operation(
+            "POST", "/cores", guard_endpoint(add_core), "Use one more core.", body=AddCore, result=Core
+        ),
         Operation(
             "POST",
             "/cores/drain",
-            guarded(drain),
+            guard_endpoint(drain),
             "Send a core no more requests, and leave it once it has none.",
             body=DrainCore,
             result=Core,
@@ -75,10 +77,10 @@ def routes(services: Services) -> list[Operation]:
 async def cores(request: Request) -> Response:
     """GET /cores."""
     fleet = fleet_of(request)
-    return json_response([described(fleet, replica) for replica in fleet.members])
+    return json_response([describe_core(fleet, replica) for replica in fleet.members])
 
 
-async def add(request: Request) -> Response:
+async def add_core(request: Request) -> Response:
     """POST /cores."""
     fleet = fleet_of(request)
     address = (await read_request(request, TO_ADD, services_of(request).options)).address
@@ -86,14 +88,14 @@ async def add(request: Request) -> Response:
         replica = await asyncio.to_thread(fleet.add, address)
     except (EngineDeadError, ProtocolError, OSError) as error:
         raise APIError(400, f"{address}: {error}", param="address", code="core_not_reached") from error
-    return json_response(described(fleet, replica))
+    return json_response(describe_core(fleet, replica))
 
 
 async def drain(request: Request) -> Response:
     """POST /cores/drain."""
     fleet = fleet_of(request)
     body = await read_request(request, TO_DRAIN, services_of(request).options)
-    return json_response(described(fleet, await asyncio.to_thread(fleet.drain, body.core, body.move)))
+    return json_response(describe_core(fleet, await asyncio.to_thread(fleet.drain, body.core, body.move)))
 
 
 def fleet_of(request: Request) -> Fleet:
@@ -103,7 +105,7 @@ def fleet_of(request: Request) -> Fleet:
     return fleet
 
 
-def described(fleet: Fleet, replica: Replica) -> Core:
+def describe_core(fleet: Fleet, replica: Replica) -> Core:
     """A core as the endpoints answer it."""
     return Core(
         replica.number,

@@ -19,7 +19,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Snapshot(Collector):
-    """What the core answers to `metrics`, in the form that the encoders of prometheus_client take."""
+    """The core's answer to `metrics`, in the form that the encoders of prometheus_client take."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._rows = rows

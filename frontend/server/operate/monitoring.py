@@ -41,10 +41,10 @@ def routes(services: Services) -> list[Operation]:
         return [await monitor.report() for monitor in monitors.values()]
 
     async def health(request: Request) -> Response:
-        return answered("alive", await reports())
+        return answer_health("alive", await reports())
 
     async def ready(request: Request) -> Response:
-        return answered("ready", await reports())
+        return answer_health("ready", await reports())
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
@@ -95,7 +95,7 @@ class HealthMonitor:
         self._answered_at = -math.inf
 
     async def report(self) -> HealthReport:
-        """What `AsyncLLM.health` returns.
+        """The report that `AsyncLLM.health` returns.
 
         Raises:
             EngineDeadError: the core is lost, or does not answer.
@@ -107,7 +107,7 @@ class HealthMonitor:
             return self._answer
         if self._asked is None or self._asked.done():
             self._asked = asyncio.create_task(self._ask())
-            self._asked.add_done_callback(seen)
+            self._asked.add_done_callback(read_task_error)
         if age < KEPT_SECONDS:
             await asyncio.wait([self._asked], timeout=PATIENCE_SECONDS)
             if not self._asked.done():
@@ -120,13 +120,13 @@ class HealthMonitor:
         return self._answer
 
 
-def seen(asked: asyncio.Task[HealthReport]) -> None:
+def read_task_error(asked: asyncio.Task[HealthReport]) -> None:
     """Read the error of a task, if it has one: asyncio logs errors of tasks that nobody reads."""
     if not asked.cancelled():
         asked.exception()
 
 
-def answered(state: Literal["alive", "ready"], reports: Sequence[HealthReport]) -> Response:
+def answer_health(state: Literal["alive", "ready"], reports: Sequence[HealthReport]) -> Response:
     """200 if all engines are in this state; or an error with the reason of the first that is not.
 
     Raises:

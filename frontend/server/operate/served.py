@@ -58,7 +58,7 @@ def routes(services: Services) -> list[Operation]:
     """Return the route of the endpoint."""
 
     async def models(request: Request) -> Response:
-        models = [described(own, name) for own in services.all for name in own.all_names]
+        models = [describe_served(own, name) for own in services.all for name in own.all_names]
         loaded = {model.name for model in models}
         models += [not_loaded(entry) for entry in services.entries if entry.name not in loaded]
         return json_response(models)
@@ -100,7 +100,7 @@ def not_loaded(entry: ModelEntry) -> ServedModel:
     )
 
 
-def described(service: Service, name: str) -> ServedModel:
+def describe_served(service: Service, name: str) -> ServedModel:
     """Return the description of a model under one of its names, or of an adapter."""
     info = service.info
     return ServedModel(

@@ -41,31 +41,31 @@ HEADERS = {
 }
 
 
-def read_files(folder: Path, path: str) -> dict[str, tuple[str, bytes]]:
+def read_page_files(folder: Path, path: str) -> dict[str, tuple[str, bytes]]:
     """The files of a folder and of those in it, by path on the server: content type and bytes."""
     pages: dict[str, tuple[str, bytes]] = {}
     for file in folder.iterdir():
         _, dot, suffix = file.name.rpartition(".")
         if file.is_dir():
-            pages |= read_files(file, f"{path}{file.name}/")
+            pages |= read_page_files(file, f"{path}{file.name}/")
         elif (content_type := CONTENT_TYPES.get(dot + suffix)) is not None:
             pages["/" if file.name == "index.html" else path + file.name] = (content_type, file.read_bytes())
     return pages
 
 
-FILES = read_files(Path(__file__).parent, "/page/")
+FILES = read_page_files(Path(__file__).parent, "/page/")
 PATHS = frozenset(FILES)  # exact paths, which need no key: the files hold nothing of the engine
 
 
 def page_routes() -> list[Route]:
     """One route per file of the page."""
     return [
-        Route(path, serve(content_type, body), methods=["GET"], include_in_schema=False)
+        Route(path, serve_page(content_type, body), methods=["GET"], include_in_schema=False)
         for path, (content_type, body) in FILES.items()
     ]
 
 
-def serve(content_type: str, body: bytes) -> Callable[[Request], Awaitable[Response]]:
+def serve_page(content_type: str, body: bytes) -> Callable[[Request], Awaitable[Response]]:
     """The endpoint of a file: 304 for a browser that has it already."""
     etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     headers = {**HEADERS, "ETag": etag}

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pagewire.frontend.server.parsing.constrained import arguments_schema, moved
+from pagewire.frontend.server.parsing.constrained import arguments_schema, move_references
 from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_STRUCTURE_CHARS
@@ -32,7 +32,7 @@ def const(text: str) -> Format:
     return {"type": "const_string", "value": text}
 
 
-def json_schema(schema: Any) -> Format:
+def call_schema(schema: Any) -> Format:
     """Return the format of JSON that follows a schema."""
     return {"type": "json_schema", "json_schema": schema}
 
@@ -104,7 +104,7 @@ def input_of(function: dict[str, Any]) -> dict[str, Any] | None:
 def arguments_format(function: dict[str, Any]) -> Format:
     """Return the format of a function's arguments as a JSON object."""
     if (part := input_of(function)) is None:
-        return json_schema(arguments_schema(function))
+        return call_schema(arguments_schema(function))
     return sequence(const('{"input": '), json_value(part, {}), const("}"))
 
 
@@ -115,7 +115,7 @@ def spelled_object(function: dict[str, Any], keys: CallKeys) -> Format:
         return sequence(const(f'{{"{name}": '), arguments_format(function), const("}"))
     parts = [const("{")]
     for label in keys.labels:
-        parts += [const(f'"{label}": '), json_schema(NUMBER), const(", ")]
+        parts += [const(f'"{label}": '), call_schema(NUMBER), const(", ")]
     named = const(f'"{keys.name}": "{name}", "{keys.arguments}": ')
     return sequence(*parts, named, arguments_format(function), const("}"))
 
@@ -129,18 +129,18 @@ def call_object(function: dict[str, Any], keys: CallKeys) -> Format:
         properties = {**labels, keys.name: {"const": name}, keys.arguments: arguments}
     else:
         properties = {name: arguments}
-    return json_schema(
+    return call_schema(
         {
             "type": "object",
             "properties": properties,
             "required": list(properties),
             "additionalProperties": False,
-            "$defs": {name: moved(arguments_schema(function), f"#/$defs/{name}")},
+            "$defs": {name: move_references(arguments_schema(function), f"#/$defs/{name}")},
         }
     )
 
 
-def triggered(forms: Sequence[Format], triggers: Collection[str], parallel: bool) -> Format:
+def trigger_format(forms: Sequence[Format], triggers: Collection[str], parallel: bool) -> Format:
     """Return the format of free text in which a trigger begins a tag; unless `parallel`, it ends with one."""
     return {
         "type": "triggered_tags",
@@ -154,7 +154,7 @@ def json_value(part: Any, definitions: dict[str, Any]) -> Format:
     """Return the format of a value as JSON. part: its schema. definitions: keywords that this may refer to."""
     if isinstance(part, dict) and isinstance(part.get(GRAMMAR), str):
         return tag('"', {"type": "grammar", "grammar": part[GRAMMAR], "json_string": True}, '"')
-    return json_schema({**part, **definitions} if isinstance(part, dict) else part)
+    return call_schema({**part, **definitions} if isinstance(part, dict) else part)
 
 
 def text_value(part: Any) -> Format:
@@ -239,4 +239,4 @@ def least_size(schema: dict[str, Any]) -> int:
     properties, required, definitions = keywords(schema)
     count = num_starts(properties, required)
     num_values = count * len(properties) - count * (count - 1) // 2
-    return num_values * len(msgspec.json.encode(json_schema(definitions)))
+    return num_values * len(msgspec.json.encode(call_schema(definitions)))

@@ -106,7 +106,7 @@ def tool_use(
         raise FieldValueError("tools", f": there are two functions named {name!r}")
     if choice is None:
         choice = "auto" if functions else "none"
-    prompted = shown(tools or ()) or None
+    prompted = describe_tools(tools or ()) or None
     has_grammars = any(map(input_of, functions))
     if choice == "none":
         return ToolUse(prompted if prompt_unused else None)
@@ -141,7 +141,7 @@ def tool_use(
     return ToolUse(prompted, arguments_schema(function), form, partial(NamedCall, name, new_id))
 
 
-def shown(tools: Sequence[Any]) -> list[Any]:
+def describe_tools(tools: Sequence[Any]) -> list[Any]:
     """Return tools as the chat template gets them: a grammar is in the description of its text alone."""
     result = []
     for tool in tools:

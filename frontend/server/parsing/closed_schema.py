@@ -24,7 +24,7 @@ BY_NAME = ("properties", "patternProperties", *DEFINITIONS)
 NESTING = frozenset((*IN_PLACE, *BY_NAME, *ONE_SCHEMA, *MANY_SCHEMAS))  # without any, nothing is to be closed
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
+def close_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a schema in which `additionalProperties` is false for objects that do not say more.
 
     An object stays as it is if it has another keyword on its names, requires names that it does not list, or if
@@ -38,14 +38,14 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def close(schema: Any, *, alone: bool, open_definitions: bool) -> Any:
-    """Return a copy of a part of a schema, as `closed`.
+    """Return a copy of a part of a schema, as `close_schema`.
 
     alone: no other schema describes the same value. open_definitions: others may describe what definitions do.
     """
     if not isinstance(schema, dict) or "$id" in schema:  # references below an id are relative to it
         return schema
     result = dict(schema)
-    for keyword, place, part, is_alone in parts_of(schema, alone=alone):
+    for keyword, place, part, is_alone in schema_parts(schema, alone=alone):
         value = close(
             part,
             alone=is_alone and not (open_definitions and keyword in DEFINITIONS),
@@ -79,7 +79,7 @@ def shared_references(schema: Any, *, alone: bool) -> Iterator[str]:
     reference = schema.get("$ref")
     if isinstance(reference, str) and not (alone and describes_alone(schema)):
         yield reference
-    for _, _, part, is_alone in parts_of(schema, alone=alone):
+    for _, _, part, is_alone in schema_parts(schema, alone=alone):
         yield from shared_references(part, alone=is_alone)
 
 
@@ -88,7 +88,7 @@ def describes_alone(schema: dict[str, Any]) -> bool:
     return "properties" not in schema and sum(keyword in schema for keyword in IN_PLACE) == 1
 
 
-def parts_of(schema: dict[str, Any], *, alone: bool) -> Iterator[tuple[str, Any, Any, bool]]:
+def schema_parts(schema: dict[str, Any], *, alone: bool) -> Iterator[tuple[str, Any, Any, bool]]:
     """The schemas in a schema, each with its keyword, its place in the keyword's value (None: it is that value),
     and whether no other schema describes the same value.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pagewire.frontend.server.parsing.closed_schema import closed
+from pagewire.frontend.server.parsing.closed_schema import close_schema
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
 from pagewire.frontend.server.parsing.parser import Parser, Reading
@@ -46,7 +46,7 @@ class RequiredCalls(JSONCalls):
 
 def arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of a function's arguments, whose objects are `closed`."""
-    return closed({"type": "object", **(function.get("parameters") or {})})
+    return close_schema({"type": "object", **(function.get("parameters") or {})})
 
 
 def calls_schema(functions: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
@@ -70,16 +70,16 @@ def calls_schema(functions: list[dict[str, Any]], parallel: bool) -> dict[str, A
     if not parallel:
         schema["maxItems"] = 1
     schema["$defs"] = {
-        function["name"]: moved(arguments_schema(function), f"#/$defs/{function['name']}")
+        function["name"]: move_references(arguments_schema(function), f"#/$defs/{function['name']}")
         for function in functions
     }
     return schema
 
 
-def moved(schema: Any, place: str) -> Any:
+def move_references(schema: Any, place: str) -> Any:
     """Return a copy of a schema whose references to its own root (`#`, `#/...`) point to `place` instead."""
     if isinstance(schema, list):
-        return [moved(part, place) for part in schema]
+        return [move_references(part, place) for part in schema]
     if not isinstance(schema, dict) or "$id" in schema:  # references below an id are relative to it
         return schema
     result: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def moved(schema: Any, place: str) -> Any:
         if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             result[name] = place + value[1:]
         elif name in NAMED_SCHEMAS and isinstance(value, dict):
-            result[name] = {key: moved(part, place) for key, part in value.items()}
+            result[name] = {key: move_references(part, place) for key, part in value.items()}
         else:
-            result[name] = value if name in DATA else moved(value, place)
+            result[name] = value if name in DATA else move_references(value, place)
     return result

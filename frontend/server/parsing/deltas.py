@@ -78,7 +78,7 @@ def fold(deltas: Iterable[Delta]) -> ParsedReply:
     return reply
 
 
-def merged(last: Delta, delta: Delta) -> Delta | None:
+def merge_deltas(last: Delta, delta: Delta) -> Delta | None:
     """Combine two consecutive deltas; None if they are of different kinds or calls."""
     if isinstance(last, ContentDelta) and isinstance(delta, ContentDelta):
         return ContentDelta(last.text + delta.text)

@@ -95,7 +95,9 @@ def reply_formats(
         ValueError: calls are to be the model's choice, and there is no template, or `tools` turns them off; or the
             operator wants the checkpoint's description to be used, and it has none, or a bad one.
     """
-    described = description(response_template, {"--tool-call-parser": tools, "--reasoning-parser": reasoning})
+    described = read_description(
+        response_template, {"--tool-call-parser": tools, "--reasoning-parser": reasoning}
+    )
     found = OF_ARCHITECTURE.get(architecture)
     of_tools = NAME if described is not None and described_dialect(described) is not None else None
     of_thoughts = NAME if described is not None and described_marks(described) is not None else None
@@ -124,7 +126,7 @@ def reply_formats(
     return ReplyFormats(dialect, thoughts, dialect is not None and auto is not False, described)
 
 
-def description(given: Any, wanted: dict[str, str | None]) -> ResponseTemplate | None:
+def read_description(given: Any, wanted: dict[str, str | None]) -> ResponseTemplate | None:
     """Return what a checkpoint says of its replies; None if it says nothing, or, with a warning, nothing of use.
 
     wanted: the formats that the operator has set, by option.

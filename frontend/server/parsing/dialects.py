@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from pagewire.frontend.client import CALL_BEGIN, CALL_END
 from pagewire.frontend.server.parsing import harmony, llama3_json, messages, mistral
-from pagewire.frontend.server.parsing.call_formats import Format, Functions, tags, triggered
+from pagewire.frontend.server.parsing.call_formats import Format, Functions, tags, trigger_format
 from pagewire.frontend.server.parsing.deltas import call_id, short_call_id
 from pagewire.frontend.server.parsing.element_calls import MARK, OPENING, ElementCalls, element_tags
 from pagewire.frontend.server.parsing.gemma import EscapedCalls, EscapeMarks
@@ -51,10 +51,10 @@ class Dialect:
     new_id: NewId = call_id
 
 
-def marked(marks: CallMarks, *signs: str, special: bool = True) -> Dialect:
+def marked_dialect(marks: CallMarks, *signs: str, special: bool = True) -> Dialect:
     """Return the dialect of calls with JSON arguments between marks. signs: the first one begins calls."""
     first = signs[0] if signs else marks.opening or marks.begin
-    return tagged(
+    return tagged_dialect(
         lambda _, new_id, parallel: MarkedCalls(marks, new_id, parallel),
         marks.tags,
         first.strip(),
@@ -67,7 +67,7 @@ def marked(marks: CallMarks, *signs: str, special: bool = True) -> Dialect:
 def with_parameters(marks: ParameterMarks, *signs: str, special: bool = False) -> Dialect:
     """Return the dialect of calls with parameters between tags."""
     first = marks.opening or marks.call
-    return tagged(
+    return tagged_dialect(
         lambda functions, new_id, parallel: ParameterCalls(marks, functions, new_id, parallel),
         marks.tags,
         first.strip(),
@@ -79,7 +79,7 @@ def with_parameters(marks: ParameterMarks, *signs: str, special: bool = False) -
 
 def pythonic(marks: PythonicMarks, *signs: str, special: bool = True) -> Dialect:
     """Return the dialect of calls in Python syntax between marks."""
-    return tagged(
+    return tagged_dialect(
         lambda _, new_id, parallel: Pythonic(marks, new_id, parallel),
         marks.tags,
         marks.begins[0].strip(),
@@ -88,9 +88,9 @@ def pythonic(marks: PythonicMarks, *signs: str, special: bool = True) -> Dialect
     )
 
 
-def escaped(marks: EscapeMarks, *signs: str) -> Dialect:
+def escaped_dialect(marks: EscapeMarks, *signs: str) -> Dialect:
     """Return the dialect of one of Gemma's models."""
-    return tagged(
+    return tagged_dialect(
         lambda _, new_id, parallel: EscapedCalls(marks, new_id, parallel),
         marks.tags,
         marks.begin,
@@ -99,7 +99,7 @@ def escaped(marks: EscapeMarks, *signs: str) -> Dialect:
     )
 
 
-def tagged(
+def tagged_dialect(
     new_parser: Callable[[Functions, NewId, bool], Parser],
     call_tags: Callable[[Functions, bool], list[Format]],
     trigger: str,
@@ -112,7 +112,7 @@ def tagged(
         signs or (trigger,),
         new_parser,
         lambda functions, parallel: tags(call_tags(functions, parallel), separator, parallel),
-        lambda functions, parallel: triggered(call_tags(functions, parallel), [trigger], parallel),
+        lambda functions, parallel: trigger_format(call_tags(functions, parallel), [trigger], parallel),
         special,
     )
 
@@ -122,7 +122,7 @@ def bare_pythonic() -> Dialect:
 
     def text_with_calls(functions: Functions, parallel: bool) -> Format:
         call_tags = BARE.tags(functions, parallel)
-        return triggered(call_tags, [form["begin"] for form in call_tags], parallel)
+        return trigger_format(call_tags, [form["begin"] for form in call_tags], parallel)
 
     return Dialect(
         ("[func_name1(",),
@@ -294,8 +294,8 @@ DIALECTS: dict[str, Dialect] = {
     "gpt_oss": Dialect(
         ("<|channel|>", "<|message|>"),
         lambda _, new_id, parallel: harmony.Harmony(new_id, parallel),
-        harmony.whole_calls,
-        harmony.text_with_calls,
+        harmony.harmony_calls,
+        harmony.harmony_text,
         marks_are_special=True,
     ),
     "inkling": Dialect(
@@ -316,25 +316,25 @@ DIALECTS: dict[str, Dialect] = {
         messages.muse_text,
         marks_are_special=True,
     ),
-    "kimi_k2": marked(KIMI),
+    "kimi_k2": marked_dialect(KIMI),
     "kimi_k3": with_parameters(KIMI_K3, "<|open|>", "<|sep|>", "argument key", special=True),
     "deepseek_v41": with_parameters(DSML_V41, "<｜DSML｜ calls>", special=True),
     "deepseek_v4": with_parameters(DSML_V4, "<｜DSML｜tool_calls>", special=True),
     "gigachat35": with_parameters(GCML, "<｜GCML｜", special=True),
-    "gigachat3": marked(GIGACHAT3, "function call<|role_sep|>"),
-    "plamo3": marked(PLAMO3),
+    "gigachat3": marked_dialect(GIGACHAT3, "function call<|role_sep|>"),
+    "plamo3": marked_dialect(PLAMO3),
     "step3": with_parameters(STEP3, "steptml:invoke", special=True),
-    "cohere_command": marked(COHERE),
-    "apertus": marked(APERTUS),
-    "longcat": marked(LONGCAT, special=False),
+    "cohere_command": marked_dialect(COHERE),
+    "apertus": marked_dialect(APERTUS),
+    "longcat": marked_dialect(LONGCAT, special=False),
     "dots": with_parameters(DOTS, "dots_function_call"),
     "minicpm5": with_parameters(MINICPM5, '<function name="', '<param name="'),
     "k2_horizon": with_parameters(K2_HORIZON, "<ifm|arg_key>", special=True),
     "iquest_q1": with_parameters(IQUEST, "iquest_tool_call"),
     "deepseek_v32": with_parameters(DSML, "<｜DSML｜", special=True),
-    "deepseek_v3": marked(DEEPSEEK_V3, "<｜tool▁calls▁begin｜>", "```json"),
-    "deepseek_v31": marked(DEEPSEEK_V31, "<｜tool▁calls▁begin｜>"),
-    "minimax_m3": tagged(
+    "deepseek_v3": marked_dialect(DEEPSEEK_V3, "<｜tool▁calls▁begin｜>", "```json"),
+    "deepseek_v31": marked_dialect(DEEPSEEK_V31, "<｜tool▁calls▁begin｜>"),
+    "minimax_m3": tagged_dialect(
         lambda functions, new_id, parallel: ElementCalls(functions, new_id, parallel),
         element_tags,
         OPENING,
@@ -348,18 +348,18 @@ DIALECTS: dict[str, Dialect] = {
     "glm47": with_parameters(GLM_47, "</arg_key><arg_value>"),
     "glm4_moe": with_parameters(GLM, "<arg_key>"),
     "qwen3_coder": with_parameters(XML, "<tool_call>", "<function="),
-    "gemma4": escaped(GEMMA4),
-    "functiongemma": escaped(FUNCTION_GEMMA),
+    "gemma4": escaped_dialect(GEMMA4),
+    "functiongemma": escaped_dialect(FUNCTION_GEMMA),
     "lfm2": pythonic(LFM2),
     "olmo3": pythonic(OLMO3, special=False),
-    "jamba": marked(JAMBA, special=False),
-    "phi4_mini": marked(PHI4, "<|tool_call|>", "<|/tool_call|>"),
-    "granite": marked(GRANITE),
-    "granite_20b_fc": marked(GRANITE_20B, "<function_call>", special=False),
-    "internlm2": marked(INTERN, "<|action_start|>"),
-    "hermes": marked(HERMES, special=False),
+    "jamba": marked_dialect(JAMBA, special=False),
+    "phi4_mini": marked_dialect(PHI4, "<|tool_call|>", "<|/tool_call|>"),
+    "granite": marked_dialect(GRANITE),
+    "granite_20b_fc": marked_dialect(GRANITE_20B, "<function_call>", special=False),
+    "internlm2": marked_dialect(INTERN, "<|action_start|>"),
+    "hermes": marked_dialect(HERMES, special=False),
     "mistral": replace(
-        tagged(
+        tagged_dialect(
             lambda _, new_id, parallel: mistral.Mistral(new_id, parallel),
             mistral.call_tags,
             mistral.MARK,
@@ -433,6 +433,6 @@ def described_dialect(template: ResponseTemplate) -> Dialect | None:
         (),
         lambda functions, new_id, parallel: TemplateParser(template, functions, new_id, parallel),
         lambda functions, parallel: tags(form.tags(functions, parallel), "\n", parallel),
-        lambda functions, parallel: triggered(form.tags(functions, parallel), [form.trigger], parallel),
+        lambda functions, parallel: trigger_format(form.tags(functions, parallel), [form.trigger], parallel),
         marks_are_special=True,
     )

@@ -33,7 +33,7 @@ from pagewire.frontend.server.parsing.call_formats import (
 from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.parameter_calls import text_form
-from pagewire.frontend.server.parsing.parser import Parser, Reading, marked
+from pagewire.frontend.server.parsing.parser import Parser, Reading, read_marks
 
 MARK = "]<]minimax[>["
 OPENING, CLOSING = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
@@ -62,12 +62,12 @@ class ElementCalls(Parser):
     def read(self) -> Reading[None]:
         while mark := (yield from self.text_until(OPENING)):
             yield from self.accept(mark)
-            if not (yield from marked(self, INVOKE)) or not (yield from self.call()):
+            if not (yield from read_marks(self, INVOKE)) or not (yield from self.call()):
                 self.emit_content()
                 continue
-            while (yield from marked(self, INVOKE)) and (yield from self.call()):
+            while (yield from read_marks(self, INVOKE)) and (yield from self.call()):
                 pass
-            if (yield from marked(self, CLOSING)):
+            if (yield from read_marks(self, CLOSING)):
                 self.drop()
 
     def call(self) -> Reading[bool]:
@@ -81,7 +81,7 @@ class ElementCalls(Parser):
         self.start_call(name)
         schema = self._schemas.get(name, {})
         if (yield from self.members(schema, self._types.get(name) or ParameterTypes({}), False, 0)):
-            yield from marked(self, INVOKED)
+            yield from read_marks(self, INVOKED)
         self.drop()
         return True
 

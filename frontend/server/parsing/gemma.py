@@ -24,7 +24,7 @@ from pagewire.frontend.server.parsing.call_formats import (
     text_value,
 )
 from pagewire.frontend.server.parsing.deltas import call_id
-from pagewire.frontend.server.parsing.parser import Parser, Reading, marked
+from pagewire.frontend.server.parsing.parser import Parser, Reading, read_marks
 from pagewire.ipc.errors import FieldValueError
 from pagewire.ipc.quoting import quoted
 
@@ -121,7 +121,7 @@ class EscapedCalls(Parser):
         while (yield from self.text_until(self.marks.begin)):
             yield from self.accept(self.marks.begin)
             name = ""
-            if (yield from marked(self, HEAD)):
+            if (yield from read_marks(self, HEAD)):
                 name = yield from self.name()
             if not name or not (yield from self.accept("{")):
                 self.emit_content()
@@ -129,7 +129,7 @@ class EscapedCalls(Parser):
             self.start_call(name)
             self.emit_arguments("{")
             yield from self.members()
-            if (yield from marked(self, self.marks.end)):
+            if (yield from read_marks(self, self.marks.end)):
                 self.drop()
 
     def members(self) -> Reading[None]:

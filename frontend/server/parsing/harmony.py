@@ -78,7 +78,7 @@ def before_answer() -> Format:
     return {"type": "tags_with_separator", "tags": channels, "separator": ""}
 
 
-def whole_calls(functions: Functions, parallel: bool) -> Format:
+def harmony_calls(functions: Functions, parallel: bool) -> Format:
     """Return the format of a call, in any order of its header; a second one cannot follow."""
     del parallel
     forms = []
@@ -94,7 +94,7 @@ def whole_calls(functions: Functions, parallel: bool) -> Format:
     return either(*forms)
 
 
-def text_with_calls(functions: Functions, parallel: bool) -> Format:
+def harmony_text(functions: Functions, parallel: bool) -> Format:
     """Return the format of a call or an answer."""
     answer = sequence(const(FINAL), {"type": "any_text"})
-    return either(whole_calls(functions, parallel), answer)
+    return either(harmony_calls(functions, parallel), answer)

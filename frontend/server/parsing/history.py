@@ -18,10 +18,12 @@ def read_history(messages: Sequence[Any]) -> list[Any]:
         ValueError: a call is malformed, or a result belongs to no earlier call.
     """
     names: dict[str, str] = {}
-    return [read_message(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
+    return [
+        check_history_message(message, f"messages[{index}]", names) for index, message in enumerate(messages)
+    ]
 
 
-def read_message(message: Any, place: str, names: dict[str, str]) -> Any:
+def check_history_message(message: Any, place: str, names: dict[str, str]) -> Any:
     """Check a message and return it, with the function's name if it is a tool result.
 
     place: path of the message in the request, for error messages. names: function names by call id; the message's

@@ -102,7 +102,7 @@ class JSONCalls(Parser):
             if not (yield from self.more()):
                 return None
         self._at = match.end()
-        return decoded(match[0]) if len(match[0]) <= MAX_STRING else None
+        return decode_string(match[0]) if len(match[0]) <= MAX_STRING else None
 
     def object_begins(self) -> Reading[bool]:
         """Return whether an object comes next ("{" and then a key or "}"), without reading it."""
@@ -137,10 +137,10 @@ class JSONCalls(Parser):
         yield from self.value()
         text: str | None = self.pending[begin:]
         if quoted:
-            text = decoded(text or "")
+            text = decode_string(text or "")
             if text is not None and not self.needs_arguments:
                 return text if text.strip() else "{}"
-        return text if text and isinstance(loaded(text), dict) else ""
+        return text if text and isinstance(load_json(text), dict) else ""
 
     def end_object(self) -> Reading[None]:
         """Read the rest of a call's object, which may be missing."""
@@ -173,7 +173,7 @@ class JSONCalls(Parser):
         return ""
 
 
-def loaded(text: str) -> Any:
+def load_json(text: str) -> Any:
     """Return the value of JSON text; None if it is invalid."""
     try:
         return json.loads(text, strict=False)
@@ -181,9 +181,9 @@ def loaded(text: str) -> Any:
         return None
 
 
-def decoded(text: str) -> str | None:
+def decode_string(text: str) -> str | None:
     """Return the string that JSON text encodes; None if it is not a string, or cannot be encoded as UTF-8."""
-    value = loaded(text)
+    value = load_json(text)
     if not isinstance(value, str):
         return None
     try:

@@ -17,7 +17,7 @@ from pagewire.frontend.server.parsing.call_formats import (
     sequence,
     tag,
     tags,
-    triggered,
+    trigger_format,
 )
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
 from pagewire.frontend.server.parsing.parser import Reading
@@ -60,7 +60,7 @@ def text_with_calls(functions: Functions, parallel: bool) -> Format:
         for function in functions
         for name in ("parameters", "arguments")
     ]
-    return triggered([*marked, *bare], [MARK, *(form["begin"] for form in bare)], parallel)
+    return trigger_format([*marked, *bare], [MARK, *(form["begin"] for form in bare)], parallel)
 
 
 class ListedJSON(JSONCalls):
@@ -93,4 +93,4 @@ def text_with_list(functions: Functions, parallel: bool) -> Format:
         )
         for function in functions
     ]
-    return triggered(lists, [form["begin"] for form in lists], parallel)
+    return trigger_format(lists, [form["begin"] for form in lists], parallel)

@@ -19,7 +19,7 @@ from pagewire.frontend.server.parsing.call_formats import (
 )
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
-from pagewire.frontend.server.parsing.parser import NAME, Reading, marked
+from pagewire.frontend.server.parsing.parser import NAME, Reading, read_marks
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class MarkedCalls(JSONCalls):
     def read(self) -> Reading[None]:
         while mark := (yield from self.text_until(*self.call_marks)):
             yield from self.accept(mark)
-            begun = mark in self._begins or (yield from marked(self, self._begin))
+            begun = mark in self._begins or (yield from read_marks(self, self._begin))
             yield from self.space()
             if not begun or not (yield from self.body()):
                 self.emit_content()
                 continue
             for text in (self.marks.end, self.marks.closing):
-                if (yield from marked(self, text)):
+                if (yield from read_marks(self, text)):
                     self.drop()
 
     def body(self) -> Reading[bool]:
@@ -128,14 +128,14 @@ class MarkedCalls(JSONCalls):
     def named_call(self) -> Reading[bool]:
         """Read and emit a name, the mark behind it, and arguments. Returns False at other text."""
         begin = len(self.pending)
-        if not (yield from marked(self, self.marks.prefix)):
+        if not (yield from read_marks(self, self.marks.prefix)):
             return False
         name = yield from self.name()
         number = ""
         if name and self.marks.numbered and (yield from self.accept(":")):
             number = yield from self.name()
         given_id = self.pending[begin:] if number else None
-        if not name or not (yield from marked(self, self.marks.middle)):
+        if not name or not (yield from read_marks(self, self.marks.middle)):
             return False
         yield from self.space()
         if not (yield from self.object_begins()):

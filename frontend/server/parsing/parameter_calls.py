@@ -28,7 +28,7 @@ from pagewire.frontend.server.parsing.call_formats import (
 )
 from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.deltas import call_id
-from pagewire.frontend.server.parsing.parser import Parser, Reading, marked
+from pagewire.frontend.server.parsing.parser import Parser, Reading, read_marks
 from pagewire.ipc.errors import FieldValueError
 
 LENGTHS = ("minLength", "maxLength")
@@ -124,7 +124,7 @@ def text_form(part: Any, types: frozenset[str], definitions: dict[str, Any], end
         if values:
             return either(*map(const, values))
         if isinstance(pattern := part.get("pattern"), str):
-            return {"type": "regex", "pattern": searched(pattern)}
+            return {"type": "regex", "pattern": search_expression(pattern)}
         if any(name in part for name in LENGTHS):
             least, most = (part.get(name, "") for name in LENGTHS)
             return {"type": "regex", "pattern": f"[^{end}]{{{least or 0},{most}}}"}
@@ -139,7 +139,7 @@ def type_name(types: frozenset[str]) -> str:
     return next((name for name in names if name != "null"), "null")
 
 
-def searched(pattern: str) -> str:
+def search_expression(pattern: str) -> str:
     """Return the regular expression of whole texts in which a schema's pattern is found."""
     begin = "" if pattern.startswith("^") else "[^<]*"
     end = "" if pattern.endswith("$") else "[^<]*"
@@ -174,24 +174,24 @@ class ParameterCalls(Parser):
     def read(self) -> Reading[None]:
         while mark := (yield from self.text_until(*self.call_marks)):
             yield from self.accept(mark)
-            begun = mark == self._call or (yield from marked(self, self._call))
+            begun = mark == self._call or (yield from read_marks(self, self._call))
             if not begun or not (yield from self.call()):
                 self.emit_content()
                 continue
-            while self._opening and (yield from marked(self, self._call)) and (yield from self.call()):
+            while self._opening and (yield from read_marks(self, self._call)) and (yield from self.call()):
                 pass
-            if (yield from marked(self, self.marks.closing)):
+            if (yield from read_marks(self, self.marks.closing)):
                 self.drop()
 
     def call(self) -> Reading[bool]:
         """Read and emit a call after its mark. Returns False, and emits nothing, if it is none."""
         yield from self.space()
         name = yield from self.name()
-        if not name or not (yield from marked(self, self.marks.name_end)):
+        if not name or not (yield from read_marks(self, self.marks.name_end)):
             return False
         if self.marks.index_end:
             yield from self.name()
-            if not (yield from marked(self, self.marks.index_end)):
+            if not (yield from read_marks(self, self.marks.index_end)):
                 return False
         yield from self.space()
         has_parameter = yield from self.comes(self._key)
@@ -234,12 +234,12 @@ class ParameterCalls(Parser):
         key = self.pending.strip()
         yield from self.accept(first)
         text_end = " ".join(self.marks.text_key_end.split()[1:])
-        self._is_text = bool(text_end) and (yield from marked(self, text_end))
+        self._is_text = bool(text_end) and (yield from read_marks(self, text_end))
         for mark in () if self._is_text else others:
-            yield from marked(self, mark)
+            yield from read_marks(self, mark)
         if self.marks.type_end:
             self._is_text = (yield from self.name()) == "string"
-            yield from marked(self, self.marks.type_end)
+            yield from read_marks(self, self.marks.type_end)
         yield from self.accept(self.marks.pad)
         begin, end = self.marks.escape
         self._escape_end = end if begin and (yield from self.accept(begin)) else ""

@@ -29,7 +29,7 @@ from pagewire.frontend.server.parsing.deltas import (
     Reasoning,
     call_id,
     fold,
-    merged,
+    merge_deltas,
 )
 
 T = TypeVar("T")
@@ -273,7 +273,7 @@ class Parser(ABC):
             return
         if not isinstance(delta, CallStart) and not delta.text:
             return
-        both = merged(self._deltas[-1], delta) if self._deltas else None
+        both = merge_deltas(self._deltas[-1], delta) if self._deltas else None
         if both is not None:
             self._deltas[-1] = both
         else:
@@ -287,7 +287,7 @@ class PlainText(Parser):
         yield from self.rest()
 
 
-def marked(parser: Parser, marks: str) -> Reading[bool]:
+def read_marks(parser: Parser, marks: str) -> Reading[bool]:
     """Read the words of `marks` with any white space before each; return whether all came."""
     for word in marks.split():
         yield from parser.space()

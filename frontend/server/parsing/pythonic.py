@@ -140,7 +140,7 @@ class Pythonic(Parser):
             text = yield from self.call()
             if not text:
                 return False
-            call = call_of(text)
+            call = parse_call(text)
             if call is None:
                 self.emit_content()
             yield from self.space()
@@ -177,7 +177,7 @@ class Pythonic(Parser):
             yield from self.string_end(STRING_END[quote])
 
 
-def call_of(text: str) -> tuple[str, str] | None:
+def parse_call(text: str) -> tuple[str, str] | None:
     """Return the name and the JSON arguments of a call; None unless its arguments are keyword literals.
 
     The name need not be one of Python's: functions may have names with "-".
@@ -194,7 +194,7 @@ def call_of(text: str) -> tuple[str, str] | None:
             or any(part.arg is None for part in call.keywords)
         ):
             return None
-        keywords = {part.arg: literal(part.value) for part in call.keywords}
+        keywords = {part.arg: read_literal(part.value) for part in call.keywords}
         arguments = json.dumps(keywords, ensure_ascii=False, allow_nan=False)
         arguments.encode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, SystemError):
@@ -203,7 +203,7 @@ def call_of(text: str) -> tuple[str, str] | None:
     return (name, arguments) if NAME.fullmatch(name) and len(keywords) == len(call.keywords) else None
 
 
-def literal(node: ast.expr) -> Any:
+def read_literal(node: ast.expr) -> Any:
     """Return the value of a Python literal, which may contain JSON's true, false and null.
 
     A number that is too large for a float is the largest one.
@@ -214,12 +214,14 @@ def literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]
     if isinstance(node, (ast.List, ast.Tuple)):
-        return [literal(item) for item in node.elts]
+        return [read_literal(item) for item in node.elts]
     if isinstance(node, ast.Dict):
         if None in node.keys:
             raise ValueError("** is not a literal")
         return {
-            literal(key): literal(value) for key, value in zip(node.keys, node.values, strict=True) if key
+            read_literal(key): read_literal(value)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if key
         }
     value = ast.literal_eval(node)
     if isinstance(value, float) and math.isinf(

@@ -33,7 +33,7 @@ SEARCH_SECONDS = 1.0  # for one search with an expression of the checkpoint
 
 @dataclass(frozen=True)
 class Mark:
-    """What opens or closes a region: literal texts, the longest first, or else a regular expression.
+    """A mark that opens or closes a region: literal texts, the longest first, or else a regular expression.
 
     extends: a literal begins with another, so that more text may make a longer one of it.
     """
@@ -80,14 +80,15 @@ class ReplyRegion:
         Raises:
             ValueError: the body is not what the region describes.
         """
-        value = parsed(body, self.content, self.args)
+        value = parse_region(body, self.content, self.args)
         scopes = [{**captures, "content": value}]
         if self.each:
             if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
                 raise ValueError("a list of objects is expected")
             scopes = [{**captures, **item} for item in value]
         values = [
-            scope["content"] if self.transform is None else filled(self.transform, scope) for scope in scopes
+            scope["content"] if self.transform is None else fill_transform(self.transform, scope)
+            for scope in scopes
         ]
         flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
         return [self._call(item, types) for item in flat]
@@ -106,7 +107,7 @@ class ReplyRegion:
             return name.strip(), json.dumps(arguments, ensure_ascii=False)
         known = types.get(name.strip()) or ParameterTypes({})
         members = (
-            f"{json.dumps(key, ensure_ascii=False)}: {typed(item, known.of(key))}"
+            f"{json.dumps(key, ensure_ascii=False)}: {write_typed(item, known.of(key))}"
             for key, item in arguments.items()
         )
         return name.strip(), "{" + ", ".join(members) + "}"
@@ -140,18 +141,22 @@ def load_response_template(given: Any) -> ResponseTemplate:
     Raises:
         ValueError: it is malformed, or has what no reply of a server can have.
     """
-    check(isinstance(given, dict) and not set(given) - TEMPLATE_KEYS, "it must be an object with known keys")
-    check(given.get("version", 1) == 1, "its version is unknown")
+    check_description(
+        isinstance(given, dict) and not set(given) - TEMPLATE_KEYS, "it must be an object with known keys"
+    )
+    check_description(given.get("version", 1) == 1, "its version is unknown")
     fields = given.get("fields")
-    check(isinstance(fields, dict) and bool(fields), "it needs fields")
+    check_description(isinstance(fields, dict) and bool(fields), "it needs fields")
     regions = [load_region(name, field) for name, field in fields.items()]
     unknown = [each.name for each in regions if each.name not in (CALLS, CONTENT, *REASONING_NAMES)]
-    check(not unknown, f"a field {unknown[:1]} is unknown")
-    check(sum(each.open is None for each in regions) <= 1, "two fields have no mark that opens them")
+    check_description(not unknown, f"a field {unknown[:1]} is unknown")
+    check_description(
+        sum(each.open is None for each in regions) <= 1, "two fields have no mark that opens them"
+    )
     if CONTENT not in fields and all(each.open is not None for each in regions):
         regions.append(load_region(CONTENT, {}))
     anchor = load_mark(given, "start_anchor", "start_anchor_pattern")
-    check(anchor is not None, "it needs a start_anchor")
+    check_description(anchor is not None, "it needs a start_anchor")
     assert anchor is not None
     return ResponseTemplate(tuple(regions), anchor)
 
@@ -162,14 +167,14 @@ def load_region(name: str, field: Any) -> ReplyRegion:
     Raises:
         ValueError: it is malformed, or cannot be served.
     """
-    check(
+    check_description(
         isinstance(field, dict) and not set(field) - FIELD_KEYS, f"{name} must be an object with known keys"
     )
     content, args, join = field.get("content", "text"), field.get("content_args", {}), field.get("join")
-    check(content in CONTENTS and isinstance(args, dict), f"the content of {name} is unknown")
-    check(isinstance(join, (str, type(None))), f"join of {name} must be a text")
+    check_description(content in CONTENTS and isinstance(args, dict), f"the content of {name} is unknown")
+    check_description(isinstance(join, (str, type(None))), f"join of {name} must be a text")
     transform = field.get("transform")
-    check(name == CALLS or (content == "text" and transform is None), f"{name} must be text")
+    check_description(name == CALLS or (content == "text" and transform is None), f"{name} must be text")
     return ReplyRegion(
         name,
         load_mark(field, "open", "open_pattern"),
@@ -189,7 +194,7 @@ def load_mark(field: dict[str, Any], literal: str, pattern: str) -> Mark | None:
         ValueError: it is malformed.
     """
     if pattern in field:
-        check(
+        check_description(
             literal not in field and isinstance(field[pattern], str), f"{pattern} must be a text, and alone"
         )
         try:
@@ -200,8 +205,8 @@ def load_mark(field: dict[str, Any], literal: str, pattern: str) -> Mark | None:
     if literal not in field:
         return None
     given = [field[literal]] if isinstance(field[literal], str) else field[literal]
-    check(isinstance(given, list) and bool(given), f"{literal} must be a text or a list of texts")
-    check(
+    check_description(isinstance(given, list) and bool(given), f"{literal} must be a text or a list of texts")
+    check_description(
         all(isinstance(text, str) and text for text in given), f"{literal} must be a text or a list of texts"
     )
     texts = tuple(sorted(dict.fromkeys(given), key=len, reverse=True))
@@ -209,7 +214,7 @@ def load_mark(field: dict[str, Any], literal: str, pattern: str) -> Mark | None:
     return Mark("|".join(map(re.escape, texts)), texts, extends)
 
 
-def check(condition: bool, message: str) -> None:
+def check_description(condition: bool, message: str) -> None:
     """Raise ValueError with a message about the description unless a condition holds."""
     if not condition:
         raise ValueError(f"response_template: {message}")
@@ -218,7 +223,7 @@ def check(condition: bool, message: str) -> None:
 # ---------------------------------------------------------------- values
 
 
-def parsed(text: str, content: str, args: Mapping[str, Any]) -> Any:
+def parse_region(text: str, content: str, args: Mapping[str, Any]) -> Any:
     """Return the value of a region's text.
 
     Raises:
@@ -308,19 +313,19 @@ def line_values(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
 def inner_value(text: str, args: Mapping[str, Any]) -> Any:
     """Return a value within a region, which may have a content of its own."""
     inner = args.get("value_parser")
-    return text if inner is None else parsed(text, inner.get("name", "text"), inner.get("args", {}))
+    return text if inner is None else parse_region(text, inner.get("name", "text"), inner.get("args", {}))
 
 
-def filled(transform: Any, scope: Mapping[str, Any]) -> Any:
+def fill_transform(transform: Any, scope: Mapping[str, Any]) -> Any:
     """Return a transform in which `{a.b}` stands for a member of a value in the scope.
 
     Raises:
         ValueError: there is no such member.
     """
     if isinstance(transform, dict):
-        return {key: filled(value, scope) for key, value in transform.items()}
+        return {key: fill_transform(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):
-        return [filled(value, scope) for value in transform]
+        return [fill_transform(value, scope) for value in transform]
     whole = PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
     if whole is None:
         return transform
@@ -332,7 +337,7 @@ def filled(transform: Any, scope: Mapping[str, Any]) -> Any:
     return value
 
 
-def typed(value: Any, types: frozenset[str]) -> str:
+def write_typed(value: Any, types: frozenset[str]) -> str:
     """Return the JSON of a value that is text, or several texts."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "[" + ", ".join(argument_json(item, JSON_TYPES) for item in value) + "]"

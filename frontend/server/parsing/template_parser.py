@@ -188,7 +188,7 @@ class TemplateFormat:
     @property
     def trigger(self) -> str:
         """The text that every call begins with."""
-        first = next((part for part in parts_of(self.region.open) if part != " "), "")
+        first = next((part for part in template_parts(self.region.open) if part != " "), "")
         if not first or first.startswith("?"):
             raise FieldValueError(
                 "tools", ": the calls that the response_template describes begin with no text"
@@ -208,9 +208,9 @@ class TemplateFormat:
         return [self._tag(function["name"], body) for function, body in zip(functions, bodies, strict=True)]
 
     def _tag(self, name: str, body: Format) -> Format:
-        opens = parts_of(self.region.open)
+        opens = template_parts(self.region.open)
         opens = opens[1:] if opens[0] == " " else opens
-        closes = parts_of(self.region.close) if self.region.close is not None else []
+        closes = template_parts(self.region.close) if self.region.close is not None else []
         end = closes.pop() if closes and closes[-1] != " " else ""
         content = [*(part_format(part, name) for part in opens[1:]), body]
         return tag(self.trigger, sequence(*content, *(part_format(part, name) for part in closes)), end)
@@ -265,13 +265,13 @@ def parameter_marks(pattern: str) -> ParameterMarks:
     Raises:
         ValueError: it is more than texts around a group `key` and a group `value`.
     """
-    parts = [part for part in parts_of(Mark(pattern)) if part != " "]
+    parts = [part for part in template_parts(Mark(pattern)) if part != " "]
     if len(parts) != 5 or parts[1] != "?key" or parts[3] != "?value":
         raise FieldValueError("tools", ": parameters in such tags have no grammar")
     return ParameterMarks("", "", parts[0], parts[2], parts[4], "")
 
 
-def parts_of(mark: Mark | None) -> list[str]:
+def template_parts(mark: Mark | None) -> list[str]:
     """Return a mark's parts: a text, " " for any white space, "?name" for a group.
 
     Raises:

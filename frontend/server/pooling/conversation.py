@@ -19,7 +19,7 @@ TEMPLATE_FIELDS = (
 )
 
 
-def check_form(request: EmbeddingRequest) -> None:
+def check_conversation_form(request: EmbeddingRequest) -> None:
     """Refuse a request with both an input and messages, or neither, or with fields of the other form.
 
     Raises:

@@ -22,7 +22,7 @@ Texts: TypeAlias = str | Annotated[list[str], Meta(max_length=MAX_TOKENS)]
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):
-    """What all requests to pool have.
+    """The fields that all requests to pool have.
 
     truncate_prompt_tokens: keep only this many tokens at the beginning of each text; -1: what the model takes.
     prompt_name: one of the model's prompts ("query"), put before each text. timeout: seconds; then comes 408.
@@ -107,7 +107,7 @@ class PoolingUsage(msgspec.Struct):
 
 
 class ListResponse(msgspec.Struct, kw_only=True):
-    """What the responses with a list of results have besides it."""
+    """The fields of responses with a list of results, besides the list."""
 
     id: str
     created: int

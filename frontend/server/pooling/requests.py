@@ -1,4 +1,4 @@
-"""What the endpoints that pool have in common: inputs, limits, and running the requests."""
+"""The common part of the endpoints that pool: inputs, limits, and running the requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pagewire.frontend.client import (
     Prepared,
     TextPair,
     check_characters,
-    complete,
+    complete_pooling_params,
     prompts_of,
 )
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.openai.sampling import salt_prompt
 from pagewire.frontend.server.pooling.protocol import PoolingFields, PoolingUsage
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.service import Service
@@ -33,21 +33,21 @@ def inputs_in(service: Service, given: Any, param: str = "input") -> list[Any]:
     """
     is_tokens = isinstance(given, list) and bool(given) and isinstance(given[0], int)
     if isinstance(given, list) and not is_tokens:
-        check_number(len(given), param)
+        check_num_prompts(len(given), param)
     prompts: list[Any] = prompts_of(given)
     for prompt in prompts:
-        check_input(service, prompt)
+        check_pooling_input(service, prompt)
     return prompts
 
 
-def check_number(number: int, param: str) -> None:
+def check_num_prompts(number: int, param: str) -> None:
     """Refuse a request with no inputs or too many; raises APIError."""
     if not 1 <= number <= MAX_POOLED_INPUTS:
         message = f"{param}: there must be 1 to {MAX_POOLED_INPUTS} inputs, got {number}"
         raise APIError(400, message, param=param, code="request_too_large" if number else None)
 
 
-def check_input(service: Service, prompt: str | list[int]) -> None:
+def check_pooling_input(service: Service, prompt: str | list[int]) -> None:
     """Refuse a text that is empty, or far too long to be tokenized; raises ValueError."""
     if not prompt:
         raise FieldValueError("input", "must not be empty")
@@ -80,10 +80,10 @@ def params_in(service: Service, request: PoolingFields, task: str | None, **fiel
     params = PoolingParams(
         truncate_prompt_tokens=request.truncate_prompt_tokens, prompt_name=request.prompt_name, **given
     )
-    return complete(params, service.engine.info, task, None)
+    return complete_pooling_params(params, service.engine.info, task, None)
 
 
-async def pooled(
+async def pool_prompts(
     service: Service,
     request: PoolingFields,
     exchange: Exchange,
@@ -120,7 +120,9 @@ async def pooled(
 def with_salt(prompt: Any, salt: str | None) -> Any:
     """A prompt with the cache salt of its request."""
     return (
-        TextPair(prompt.first, prompt.second, salt) if isinstance(prompt, TextPair) else salted(prompt, salt)
+        TextPair(prompt.first, prompt.second, salt)
+        if isinstance(prompt, TextPair)
+        else salt_prompt(prompt, salt)
     )
 
 
@@ -151,7 +153,7 @@ def usage(exchange: Exchange) -> PoolingUsage:
     return PoolingUsage(exchange.num_prompt, exchange.num_prompt)
 
 
-def size_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> int:
+def work_size(outputs: Sequence[PoolingRequestOutput[Any]]) -> int:
     """How long it takes to handle all numbers of results, as the length of a text that takes as long."""
     return sum(len(output.outputs.tensor.data) for output in outputs) // 16
 

@@ -24,17 +24,19 @@ NUMBERS = 3 << 12
 PART_BYTES = 1 << 17  # of a part, at least: fewer writes
 
 
-def filled(
+def fill_gaps(
     response: msgspec.Struct, tensors: Sequence[Tensor], dtype: EmbedDtype | None
 ) -> bytes | Iterator[bytes]:
     """The JSON of a response whose results are gaps, filled with tensors of float32; in parts if it is large.
 
     dtype: write base64 of numbers of this type, little-endian; None: write numbers.
     """
-    parts = between(sse.ENCODER.encode(response).split(b"\0"), (written(tensor, dtype) for tensor in tensors))
+    parts = between(
+        sse.ENCODER.encode(response).split(b"\0"), (write_result(tensor, dtype) for tensor in tensors)
+    )
     if sum(len(tensor.data) for tensor in tensors) <= SMALL_POOLED_BYTES:
         return b"".join(parts)
-    return joined(parts)
+    return join_parts(parts)
 
 
 def between(texts: list[bytes], fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
@@ -45,7 +47,7 @@ def between(texts: list[bytes], fillings: Iterable[Iterable[bytes]]) -> Iterator
     yield texts[-1]
 
 
-def joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+def join_parts(parts: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes in parts of at least `PART_BYTES`, but for the last one."""
     part = bytearray()
     for piece in parts:
@@ -57,7 +59,7 @@ def joined(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(part)
 
 
-def written(tensor: Tensor, dtype: EmbedDtype | None) -> Iterator[bytes]:
+def write_result(tensor: Tensor, dtype: EmbedDtype | None) -> Iterator[bytes]:
     """A result [size] or [tokens, size] as JSON, in parts: lists of numbers, or a string of base64."""
     values: Any = memoryview(tensor.data).cast("B").cast("f")
     if dtype is not None:

@@ -11,7 +11,7 @@ from pagewire.frontend.client import PoolingRequestOutput, ScorePlan, off_loop
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.pooling.conversation import check_form, conversation_prompt
+from pagewire.frontend.server.pooling.conversation import check_conversation_form, conversation_prompt
 from pagewire.frontend.server.pooling.protocol import (
     ClassData,
     ClassifyRequest,
@@ -33,17 +33,17 @@ from pagewire.frontend.server.pooling.protocol import (
     ScoreResponse,
 )
 from pagewire.frontend.server.pooling.requests import (
-    check_input,
-    check_number,
+    check_num_prompts,
     check_pairs,
+    check_pooling_input,
     inputs_in,
     params_in,
-    pooled,
-    size_of,
+    pool_prompts,
     tensors,
     usage,
+    work_size,
 )
-from pagewire.frontend.server.pooling.results import GAP, EmbedDtype, filled
+from pagewire.frontend.server.pooling.results import GAP, EmbedDtype, fill_gaps
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service, Services
@@ -87,10 +87,10 @@ def routes(services: Services) -> list[Operation]:
 async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exchange) -> Json:
     """The embeddings of a request's inputs, as JSON."""
     model = service.model(request.model)
-    check_form(request)
+    check_conversation_form(request)
     params = params_in(service, request, "embed", dimensions=request.dimensions, normalize=request.normalize)
-    inputs = await prompts_in(service, request)
-    outputs = await pooled(service, request, exchange, inputs, params)
+    inputs = await request_prompts(service, request)
+    outputs = await pool_prompts(service, request, exchange, inputs, params)
     response = EmbeddingResponse(
         id=exchange.id,
         created=exchange.created,
@@ -98,17 +98,17 @@ async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exch
         data=[EmbeddingData(index=i, embedding=GAP) for i in range(len(outputs))],
         usage=usage(exchange),
     )
-    return filled(response, tensors(outputs), await base64_dtype(request))
+    return fill_gaps(response, tensors(outputs), await base64_dtype(request))
 
 
 async def pooling(service: Service, request: PoolingRequest, exchange: Exchange) -> Json:
     """The results of a request's inputs for any task, as JSON."""
     model = service.model(request.model)
-    check_form(request)
+    check_conversation_form(request)
     fields = {name: getattr(request, name) for name in ("dimensions", "normalize", "activation")}
     params = params_in(service, request, request.task, **fields)
-    inputs = await prompts_in(service, request)
-    outputs = await pooled(service, request, exchange, inputs, params)
+    inputs = await request_prompts(service, request)
+    outputs = await pool_prompts(service, request, exchange, inputs, params)
     results = tensors(outputs)
     response = PoolingResponse(
         id=exchange.id,
@@ -117,7 +117,7 @@ async def pooling(service: Service, request: PoolingRequest, exchange: Exchange)
         data=[PooledData(index=i, data=GAP, shape=list(result.shape)) for i, result in enumerate(results)],
         usage=usage(exchange),
     )
-    return filled(response, results, await base64_dtype(request))
+    return fill_gaps(response, results, await base64_dtype(request))
 
 
 async def base64_dtype(request: EmbeddingRequest) -> EmbedDtype | None:
@@ -139,7 +139,7 @@ async def base64_dtype(request: EmbeddingRequest) -> EmbedDtype | None:
     return (request.embed_dtype or "float32") if request.encoding_format == "base64" else None
 
 
-async def prompts_in(service: Service, request: EmbeddingRequest) -> list[Any]:
+async def request_prompts(service: Service, request: EmbeddingRequest) -> list[Any]:
     """The inputs of a request, or the prompt of its conversation. Raises: as `inputs_in`, `conversation_prompt`."""
     if request.messages is not None:
         return [await conversation_prompt(service, request)]
@@ -151,7 +151,7 @@ async def classify(service: Service, request: ClassifyRequest, exchange: Exchang
     model = service.model(request.model)
     params = params_in(service, request, "classify", activation=request.activation)
     inputs = inputs_in(service, request.input)
-    outputs = await pooled(service, request, exchange, inputs, params)
+    outputs = await pool_prompts(service, request, exchange, inputs, params)
     names = service.info.pooling.labels if service.info.pooling is not None else []
 
     def classes(index: int, result: Tensor) -> ClassData:
@@ -166,17 +166,19 @@ async def classify(service: Service, request: ClassifyRequest, exchange: Exchang
         created=exchange.created,
         model=model,
         data=await off_loop(
-            size_of(outputs), lambda: [classes(i, result) for i, result in enumerate(results)]
+            work_size(outputs), lambda: [classes(i, result) for i, result in enumerate(results)]
         ),
         usage=usage(exchange),
     )
-    return filled(response, results, None)
+    return fill_gaps(response, results, None)
 
 
 async def score(service: Service, request: ScoreRequest, exchange: Exchange) -> bytes:
     """The scores of a request's pairs, as JSON."""
     model = service.model(request.model)
-    scores = await scores_of(service, request, exchange, request.text_1, request.text_2, request.activation)
+    scores = await answer_scores(
+        service, request, exchange, request.text_1, request.text_2, request.activation
+    )
     return sse.ENCODER.encode(
         ScoreResponse(
             id=exchange.id,
@@ -195,8 +197,8 @@ async def rerank(service: Service, request: RerankRequest, exchange: Exchange) -
         if request.truncate_prompt_tokens is not None:
             raise APIError(400, "max_tokens_per_doc: give it or truncate_prompt_tokens, not both")
         request.truncate_prompt_tokens = request.max_tokens_per_doc
-    documents = [text_of(document) for document in request.documents]
-    scores = await scores_of(service, request, exchange, request.query, documents, None)
+    documents = [document_text(document) for document in request.documents]
+    scores = await answer_scores(service, request, exchange, request.query, documents, None)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n or None]
     shows = request.return_documents is not False
     return sse.ENCODER.encode(
@@ -216,7 +218,7 @@ async def rerank(service: Service, request: RerankRequest, exchange: Exchange) -
     )
 
 
-async def scores_of(
+async def answer_scores(
     service: Service,
     request: PoolingFields,
     exchange: Exchange,
@@ -232,18 +234,20 @@ async def scores_of(
     names = ("query", "documents") if isinstance(request, RerankRequest) else ("text_1", "text_2")
     for texts, param in zip((first, second), names, strict=True):
         each = [texts] if isinstance(texts, str) else texts
-        check_number(len(each), param)
+        check_num_prompts(len(each), param)
         for text in each:
-            check_input(service, text)
+            check_pooling_input(service, text)
     plan = ScorePlan(service.info, first, second)
     check_pairs(service, plan.prompts, names[1])
     params = params_in(service, request, plan.task, activation=activation)
-    outputs: list[PoolingRequestOutput[Any]] = await pooled(service, request, exchange, plan.prompts, params)
-    scores = await off_loop(size_of(outputs), plan.scores, outputs)
+    outputs: list[PoolingRequestOutput[Any]] = await pool_prompts(
+        service, request, exchange, plan.prompts, params
+    )
+    scores = await off_loop(work_size(outputs), plan.scores, outputs)
     return [output.outputs.score for output in scores]
 
 
-def text_of(document: str | dict[str, Any]) -> str:
+def document_text(document: str | dict[str, Any]) -> str:
     """The text of a document.
 
     Raises:

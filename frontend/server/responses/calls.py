@@ -93,7 +93,7 @@ def exec_action(arguments: dict[str, Any]) -> ExecAction:
     """Return the action of a call of the local shell, without what its arguments have of another type."""
     return ExecAction(
         command=texts(arguments.get("command")),
-        timeout_ms=number(arguments.get("timeout_ms")),
+        timeout_ms=as_whole_number(arguments.get("timeout_ms")),
         working_directory=folder if isinstance(folder := arguments.get("working_directory"), str) else None,
     )
 
@@ -102,8 +102,8 @@ def shell_action(arguments: dict[str, Any]) -> ShellAction:
     """Return the action of a call of the shell, without what its arguments have of another type."""
     return ShellAction(
         commands=texts(arguments.get("commands")),
-        timeout_ms=number(arguments.get("timeout_ms")),
-        max_output_length=number(arguments.get("max_output_length")),
+        timeout_ms=as_whole_number(arguments.get("timeout_ms")),
+        max_output_length=as_whole_number(arguments.get("max_output_length")),
     )
 
 
@@ -112,6 +112,6 @@ def texts(value: Any) -> list[str]:
     return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
-def number(value: Any) -> int | None:
+def as_whole_number(value: Any) -> int | None:
     """Return a whole number; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None

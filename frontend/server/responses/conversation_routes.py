@@ -13,12 +13,12 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.query import ORDER, Query, newest_first, number
+from pagewire.frontend.server.http.query import ORDER, Query, newest_first, read_number
 from pagewire.frontend.server.http.tenants import tenant_of
 from pagewire.frontend.server.responses.conversations import (
     ConversationStore,
     StoredConversation,
-    too_large,
+    conversation_too_large,
 )
 from pagewire.frontend.server.responses.items import check_metadata, read_input
 from pagewire.frontend.server.responses.protocol import InputItems, ItemList
@@ -94,11 +94,11 @@ class ConversationEndpoints:
         check_metadata(fields.metadata)
         items = read_input(fields.items) if fields.items else []
         owner = tenant_of(request.scope).name
-        return json_response(described(self._store.create(owner, fields.metadata or {}, items)))
+        return json_response(describe_conversation(self._store.create(owner, fields.metadata or {}, items)))
 
     async def show(self, request: Request) -> HTTPResponse:
         """GET /v1/conversations/{conversation_id}."""
-        return json_response(described(self._conversation(request)))
+        return json_response(describe_conversation(self._conversation(request)))
 
     async def update(self, request: Request) -> HTTPResponse:
         """POST /v1/conversations/{conversation_id}."""
@@ -109,7 +109,7 @@ class ConversationEndpoints:
         conversation = self._conversation(request)
         conversation.metadata = fields.metadata or {}
         self._keep(conversation)
-        return json_response(described(conversation))
+        return json_response(describe_conversation(conversation))
 
     async def delete(self, request: Request) -> HTTPResponse:
         """DELETE /v1/conversations/{conversation_id}."""
@@ -135,7 +135,7 @@ class ConversationEndpoints:
         if after is not None:
             conversation.item(after)
             start = ids.index(after) + 1
-        end = start + number(request, LIMIT, 20)
+        end = start + read_number(request, LIMIT, 20)
         page = ids[start:end]
         return json_response(
             ItemList(
@@ -155,17 +155,17 @@ class ConversationEndpoints:
         conversation = self._conversation(request)
         conversation.remove(request.path_params["item_id"])
         self._keep(conversation)
-        return json_response(described(conversation))
+        return json_response(describe_conversation(conversation))
 
     def _conversation(self, request: Request) -> StoredConversation:
         return self._store.get(request.path_params["conversation_id"], tenant_of(request.scope).name)
 
     def _keep(self, conversation: StoredConversation) -> None:
         if not self._store.keep(conversation):
-            raise too_large(self._options.response_store_bytes)
+            raise conversation_too_large(self._options.response_store_bytes)
 
 
-def described(conversation: StoredConversation) -> ConversationObject:
+def describe_conversation(conversation: StoredConversation) -> ConversationObject:
     """A conversation as answers have it."""
     return ConversationObject(
         id=conversation.id, created_at=conversation.created_at, metadata=conversation.metadata

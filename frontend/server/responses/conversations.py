@@ -98,7 +98,7 @@ class ConversationStore:
         conversation = StoredConversation(owner, metadata)
         conversation.append(items)
         if not self.keep(conversation):
-            raise too_large(self._limit)
+            raise conversation_too_large(self._limit)
         return conversation
 
     def get(self, name: str, owner: str) -> StoredConversation:
@@ -141,7 +141,7 @@ class ConversationStore:
                 del self._by_owner[conversation.owner]
 
 
-def too_large(limit: int) -> APIError:
+def conversation_too_large(limit: int) -> APIError:
     """The error for a conversation that there is no room for."""
     message = f"the conversation is over the {limit} bytes that are stored (--response-store-bytes)"
     return APIError(413, message, code="request_too_large")

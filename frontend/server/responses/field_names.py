@@ -1,4 +1,4 @@
-"""What /v1/responses calls the fields of chat completions, which its requests become."""
+"""The names in /v1/responses of the fields of chat completions, which its requests become."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def no_room(limit: int) -> APIError:
     return APIError(429, message, code="response_store_full")
 
 
-async def stop(stored: StoredResponse) -> None:
+async def stop_generation(stored: StoredResponse) -> None:
     """End a response that is generated in the background, and wait until it has ended."""
     if stored.busy:
         assert stored.task is not None

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
-from pagewire.frontend.server.openai.reminders import has_begun, reminder
+from pagewire.frontend.server.openai.reminders import has_conversation_begun, reminder
 from pagewire.frontend.server.responses.protocol import ResponsesRequest, TextFormat
 from pagewire.frontend.server.responses.tools import WITH_TOOLS, ResponseTools
 from pagewire.ipc.quoting import quoted
@@ -112,7 +112,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def check_request(request: ResponsesRequest) -> None:
+def check_responses_request(request: ResponsesRequest) -> None:
     """Check fields that are not supported, contradictions, and limits.
 
     Raises:
@@ -146,7 +146,7 @@ def check_metadata(metadata: Mapping[str, str] | None) -> None:
         raise APIError(400, message, param="metadata")
 
 
-def chat_request(request: ResponsesRequest, items: Sequence[JSON], tools: ResponseTools) -> ChatRequest:
+def chat_of_responses(request: ResponsesRequest, items: Sequence[JSON], tools: ResponseTools) -> ChatRequest:
     """Convert a request to one for a chat completion.
 
     items: all items from the conversation's beginning. tools: of the request and of these.
@@ -157,7 +157,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[JSON], tools: Respon
     wants_logprobs = LOGPROBS in (request.include or ()) or request.top_logprobs is not None
     text, reasoning = request.text, request.reasoning
     return ChatRequest(
-        messages=messages_of(request.instructions, items),
+        messages=item_messages(request.instructions, items),
         stream=request.stream or request.background,  # a background response can be read while it grows
         max_completion_tokens=request.max_output_tokens,
         logprobs=wants_logprobs,
@@ -166,7 +166,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[JSON], tools: Respon
         tool_choice=tools.choice(request.tool_choice),
         reasoning_effort=None if reasoning is None else reasoning.effort,
         verbosity=None if text is None else text.verbosity,
-        response_format=None if text is None or text.format is None else format_of(text.format),
+        response_format=None if text is None or text.format is None else text_format(text.format),
         **{name: getattr(request, name) for name in SAME_NAME},
     )
 
@@ -205,10 +205,10 @@ def read_input(
     references = Counter(item["id"] for item in items if item["type"] == REFERENCE)
     if references and (most := references.most_common(1)[0])[1] > 1:
         raise APIError(400, f"input: the item {quoted(most[0])} is referred to twice", param="input")
-    return [referenced(item, stored_item) if item["type"] == REFERENCE else item for item in items]
+    return [find_referenced(item, stored_item) if item["type"] == REFERENCE else item for item in items]
 
 
-def referenced(reference: JSON, stored_item: Callable[[str], JSON | None]) -> JSON:
+def find_referenced(reference: JSON, stored_item: Callable[[str], JSON | None]) -> JSON:
     """Return the stored item that a reference stands for.
 
     Raises:
@@ -287,11 +287,11 @@ def is_left_out(kind: Any) -> bool:
     """Return True, with a warning, for an item of a tool on OpenAI's servers."""
     if not isinstance(kind, str) or kind not in HOSTED_ITEMS:
         return False
-    warn(f"items of type {kind} are left out: no model that is served here can read them")
+    warn_client(f"items of type {kind} are left out: no model that is served here can read them")
     return True
 
 
-def messages_of(instructions: str | None, items: Iterable[JSON]) -> list[JSON]:
+def item_messages(instructions: str | None, items: Iterable[JSON]) -> list[JSON]:
     """Convert items to the messages of a chat.
 
     Calls are added to the assistant message before them; reasoning becomes `reasoning_content` of the one after.
@@ -312,13 +312,13 @@ def messages_of(instructions: str | None, items: Iterable[JSON]) -> list[JSON]:
             continue
         if item["type"] == "message":
             role, content = ROLES[item["role"]], content_of(item["content"])
-            if role == "system" and has_begun(messages):
-                role, content = "user", reminder(parts_of(content))
+            if role == "system" and has_conversation_begun(messages):
+                role, content = "user", reminder(content_as_parts(content))
             add_message(messages, role, content)
         elif item["type"] in ARGUMENTS:
             if reasoning or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
-            name = name_of(item)
+            name = item_name(item)
             function = {"name": name, "arguments": ARGUMENTS[item["type"]](item)}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
@@ -338,16 +338,16 @@ def add_message(messages: list[JSON], role: str, content: str | list[Any]) -> No
         messages.append({"role": role, "content": content})
     else:
         if isinstance(last["content"], str):
-            last["content"] = parts_of(last["content"])
-        last["content"].extend(parts_of(content))
+            last["content"] = content_as_parts(last["content"])
+        last["content"].extend(content_as_parts(content))
 
 
-def parts_of(content: str | list[Any]) -> list[Any]:
+def content_as_parts(content: str | list[Any]) -> list[Any]:
     """Return content as parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def name_of(call: JSON) -> str:
+def item_name(call: JSON) -> str:
     """Return the name of the function that an item calls."""
     if call["type"] not in NEEDED:
         return str(call["type"]).removesuffix("_call")
@@ -358,16 +358,16 @@ def name_of(call: JSON) -> str:
 # The arguments of the function that an item calls, by the item's type.
 ARGUMENTS: dict[str, Callable[[JSON], str]] = {
     "function_call": lambda item: str(item["arguments"]),
-    "custom_tool_call": lambda item: written({"input": item["input"]}),
-    "local_shell_call": lambda item: written(given_fields(item["action"])),
-    "shell_call": lambda item: written(given_fields(item["action"])),
+    "custom_tool_call": lambda item: write_json({"input": item["input"]}),
+    "local_shell_call": lambda item: write_json(given_fields(item["action"])),
+    "shell_call": lambda item: write_json(given_fields(item["action"])),
     "tool_search_call": lambda item: (
-        arguments if isinstance(arguments := item.get("arguments"), str) else written(arguments or {})
+        arguments if isinstance(arguments := item.get("arguments"), str) else write_json(arguments or {})
     ),
 }
 
 
-def written(data: Any) -> str:
+def write_json(data: Any) -> str:
     """Return data as JSON text."""
     return msgspec.json.encode(data).decode()
 
@@ -389,9 +389,9 @@ def result_message(item: JSON, called: dict[str, str]) -> JSON:
         message = f"there is no function_call with the call_id {quoted(call_id)}"
         raise APIError(400, message, param="input")
     if item["type"] == "tool_search_output":
-        content: str | list[Any] = written({"found": item["tools"]})
+        content: str | list[Any] = write_json({"found": item["tools"]})
     elif item["type"] == "shell_call_output":
-        content = written(item["output"])
+        content = write_json(item["output"])
     else:
         content = content_of(item["output"])
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
@@ -409,11 +409,11 @@ def reasoning_of(item: JSON) -> str:
             return base64.b64decode(hidden.removeprefix(OWN_FORM), validate=True).decode()
     except ValueError:
         pass
-    warn("encrypted_content of reasoning is left out: only the server that wrote it can read it")
+    warn_client("encrypted_content of reasoning is left out: only the server that wrote it can read it")
     return ""
 
 
-def encrypted(reasoning: str) -> str:
+def encode_reasoning(reasoning: str) -> str:
     """Return reasoning as clients keep it that send back no text of it; `reasoning_of` reads it."""
     return OWN_FORM + base64.b64encode(reasoning.encode()).decode()
 
@@ -436,7 +436,7 @@ def content_of(content: str | list[Any]) -> str | list[Any]:
 # ---------------------------------------------------------------- other fields
 
 
-def format_of(text_format: TextFormat) -> ResponseFormat:
+def text_format(text_format: TextFormat) -> ResponseFormat:
     """Return the format of the text as a `response_format`.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pagewire.frontend.client import CompletionOutput, Tokenizer, token_bytes
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs
 from pagewire.frontend.server.openai.protocol import TokenLogprob
-from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, read
+from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, feed_parser
 from pagewire.frontend.server.parsing.reasoning_marks import ReasoningMarks
 
 
@@ -44,7 +44,7 @@ class OutputReader:
 
     def read(self, part: CompletionOutput) -> tuple[ReplyDelta, list[TokenLogprob]]:
         """Return what an increment adds to the answer, and the log probabilities of the content's tokens."""
-        delta = read(self._parser, part.text, part.finished())
+        delta = feed_parser(self._parser, part.text, part.finished())
         num_thought = self._count_thought(part, delta)
         if self._top is None or self._tokenizer is None:
             return delta, []

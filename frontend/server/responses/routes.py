@@ -22,17 +22,23 @@ from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, FieldNames, api_error
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.http.query import ORDER, Query, flag, newest_first, number
+from pagewire.frontend.server.http.query import ORDER, Query, newest_first, read_flag, read_number
 from pagewire.frontend.server.http.tenants import tenant_of
 from pagewire.frontend.server.openai.fitting import fitting_prompt
-from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, prompt_of, tools_of
+from pagewire.frontend.server.openai.prepared_chat import (
+    PreparedChat,
+    place_media,
+    prepare_chat,
+    prompt_of,
+    tools_of,
+)
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.responses.conversation_routes import conversation_name, conversation_routes
 from pagewire.frontend.server.responses.conversations import ConversationStore, StoredConversation
 from pagewire.frontend.server.responses.field_names import FIELD_NAMES
-from pagewire.frontend.server.responses.generation import Generation, stop
-from pagewire.frontend.server.responses.items import chat_request, check_request, read_input
+from pagewire.frontend.server.responses.generation import Generation, stop_generation
+from pagewire.frontend.server.responses.items import chat_of_responses, check_responses_request, read_input
 from pagewire.frontend.server.responses.protocol import (
     ConversationReference,
     DeletedResponse,
@@ -135,7 +141,7 @@ class StoredResponses:
 
     async def create(self, service: Service, request: ResponsesRequest, exchange: Exchange) -> bytes | Events:
         """POST /v1/responses."""
-        return await answer(service, self._store, self.conversations, request, exchange)
+        return await answer_response(service, self._store, self.conversations, request, exchange)
 
     async def count_input_tokens(self, request: Request) -> HTTPResponse:
         """POST /v1/responses/input_tokens."""
@@ -151,12 +157,12 @@ class StoredResponses:
     async def retrieve(self, request: Request) -> HTTPResponse:
         """GET /v1/responses/{response_id}."""
         stored = self._stored(request)
-        if not flag(request, "stream", False):
+        if not read_flag(request, "stream", False):
             return json_response(stored.response)
         if stored.events is None:
             message = "only a response created with background and stream can be streamed"
             raise APIError(400, message, param="stream")
-        after = number(request, AFTER, -1)
+        after = read_number(request, AFTER, -1)
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
         return StreamingResponse(stored.follow(after), headers=headers, media_type="text/event-stream")
 
@@ -166,13 +172,13 @@ class StoredResponses:
         if not stored.response.background:
             message = "only responses created with background can be cancelled"
             raise APIError(400, message, param="response_id")
-        await stop(stored)
+        await stop_generation(stored)
         return json_response(stored.response)
 
     async def delete(self, request: Request) -> HTTPResponse:
         """DELETE /v1/responses/{response_id}."""
         stored = self._stored(request)
-        await stop(stored)
+        await stop_generation(stored)
         self._store.forget(stored.id)
         return json_response(DeletedResponse(stored.id))
 
@@ -188,7 +194,7 @@ class StoredResponses:
         return self._store.get(request.path_params["response_id"], tenant_of(request.scope).name)
 
 
-async def answer(
+async def answer_response(
     service: Service,
     store: ResponseStore,
     conversations: ConversationStore,
@@ -204,7 +210,7 @@ async def answer(
     settle_transport(request, exchange)
     if request.type == PROCESSED:
         return b""
-    check_request(request)
+    check_responses_request(request)
     owner = exchange.tenant.name
     stored_items = StoredItems(store, owner, service.options.max_request_bytes, exchange.socket)
     generates = request.generate is not False
@@ -213,8 +219,8 @@ async def answer(
     joined = conversation_of(conversations, request, owner, service.options.max_request_bytes)
     before = stored_items.conversation(request.previous_response_id) if joined is None else joined.items()
     tools = ResponseTools(request.tools, before + items, strict=service.options.strict_tools)
-    wanted = chat_request(request, before + items, tools)
-    chat = await prepare(service, wanted, exchange, partial(prompt_for, request))
+    wanted = chat_of_responses(request, before + items, tools)
+    chat = await prepare_chat(service, wanted, exchange, partial(prompt_for, request))
     if not generates:
         chat = without_output(chat)
     response = new_response(service.model(request.model), request, exchange, chat.params)
@@ -229,7 +235,7 @@ async def answer(
         chat, stored, store, writer, partial(join, conversations, joined, response, items)
     )
     if request.background:  # what the engine would refuse later is refused now
-        service.engine.session.prepare(
+        service.engine.session.intake.prepare(
             chat.prompt,
             chat.params,
             exchange.id,
@@ -288,16 +294,16 @@ async def num_input_tokens(
     """
     given = {name: getattr(fields, name) for name in fields.__struct_fields__}
     request = ResponsesRequest(**given)
-    check_request(request)
+    check_responses_request(request)
     stored_items = StoredItems(store, owner, service.options.max_request_bytes)
     joined = conversation_of(conversations, request, owner, service.options.max_request_bytes)
     items = stored_items.conversation(request.previous_response_id) if joined is None else joined.items()
     items += read_input(request.input, stored_items.item)
     service.model(request.model)
     tools = ResponseTools(request.tools, items, strict=service.options.strict_tools)
-    chat = chat_request(request, items, tools)
+    chat = chat_of_responses(request, items, tools)
     prompt = await prompt_for(request, service, chat, await tools_of(service, chat, counts=True), counts=True)
-    return len(await counted(service, prompt))
+    return len(await place_media(service, prompt))
 
 
 def conversation_of(

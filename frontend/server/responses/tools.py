@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.openai.custom_tools import text_parameter
 from pagewire.ipc.quoting import quoted
 
@@ -102,19 +102,21 @@ class ResponseTools:
         self._served: dict[str, tuple[ServedTool, JSON]] = {}
         self._plain: dict[str, ServedTool | None] = {}  # by name without namespace; None: there are several
         self._hosted: dict[str, None] = {}
-        for tool, function in served(listed or (), "tools", self._hosted):
+        for tool, function in list_served_tools(listed or (), "tools", self._hosted):
             if tool.function in self._served:
                 raise bad_tool(f"tools: there are two functions named {quoted(tool.function)}")
             self._add(tool, function)
         for number, item in enumerate(items):
             if item["type"] in WITH_TOOLS:
-                for tool, function in served(item["tools"], f"input[{number}].tools", self._hosted):
+                for tool, function in list_served_tools(
+                    item["tools"], f"input[{number}].tools", self._hosted
+                ):
                     self._add(tool, function)  # it takes the place of an earlier one of its name
         if self._hosted:
             names = ", ".join(self._hosted)
             if strict:
                 raise bad_tool(f"tools: {not_here(names)} (--strict-tools)")
-            warn(f"tools of type {names} are left out: {not_here(names)}")
+            warn_client(f"tools of type {names} are left out: {not_here(names)}")
 
     @property
     def functions(self) -> list[JSON]:
@@ -192,7 +194,9 @@ def not_here(names: str) -> str:
     return f"the server has no {names}: give a function that does it, which the client runs"
 
 
-def served(tools: Iterable[Any], place: str, hosted: dict[str, None]) -> Iterator[tuple[ServedTool, JSON]]:
+def list_served_tools(
+    tools: Iterable[Any], place: str, hosted: dict[str, None]
+) -> Iterator[tuple[ServedTool, JSON]]:
     """Yield the tools with the fields of their functions. place: of `tools`. hosted: gets the types of the others.
 
     Raises:

@@ -14,7 +14,7 @@ from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.openai.protocol import TokenLogprob, ToolCall
 from pagewire.frontend.server.openai.reply import ReplyDelta
 from pagewire.frontend.server.responses.calls import CallWriter
-from pagewire.frontend.server.responses.items import ENCRYPTED, encrypted, new_id
+from pagewire.frontend.server.responses.items import ENCRYPTED, encode_reasoning, new_id
 from pagewire.frontend.server.responses.protocol import (
     IncompleteDetails,
     InputTokensDetails,
@@ -190,7 +190,7 @@ class ResponseWriter:
         fields: dict[str, Any] = {"item_id": item.id}
         (part,) = item.content
         if self._encrypts and isinstance(item, ReasoningItem):
-            item.encrypted_content = encrypted(item.content[0].text)
+            item.encrypted_content = encode_reasoning(item.content[0].text)
         fields |= {"content_index": 0}
         done = (
             self._event("response.reasoning_text.done", **fields, text=part.text)

@@ -103,7 +103,7 @@ class ServedAdapters:
                 self._requests[entry["name"]] = LoRARequest(entry["name"], entry["adapter_id"])
         requests = [self._request(module.name, module.path, module.base_model_name) for module in modules]
         for request, answer in [(request, session.add_lora(request)) for request in requests]:
-            session.tokenizer_for(request)
+            session.intake.tokenizer_for(request)
             answer.result()
             self._requests[request.lora_name] = request
 

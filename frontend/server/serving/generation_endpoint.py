@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from pagewire.frontend.server.http.api_shapes import shape_of
+from pagewire.frontend.server.http.api_shapes import api_shape
 from pagewire.frontend.server.http.body import BodyDecoder, Decoder
 from pagewire.frontend.server.http.errors import APIError, FieldNames, api_error
 from pagewire.frontend.server.http.response import HttpResponse
@@ -54,7 +54,7 @@ class GenerationEndpoint(Generic[T]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         exchange = Exchange(self.prefix, scope)
-        shape = shape_of(scope)
+        shape = api_shape(scope)
         response = HttpResponse(send, shape)
         status, why = 200, None
         self.services.open[exchange.id] = exchange

@@ -12,7 +12,7 @@ def is_pattern(name: str) -> bool:
     return ANY in name
 
 
-def matches(pattern: str, name: str) -> bool:
+def name_matches(pattern: str, name: str) -> bool:
     """Return True if a name has the form of a pattern. The time is linear in their lengths."""
     first, *middle, last = pattern.split(ANY)
     if not name.startswith(first) or not name.endswith(last) or len(name) < len(first) + len(last):
@@ -28,4 +28,4 @@ def matches(pattern: str, name: str) -> bool:
 
 def matches_any(patterns: Iterable[str], name: str) -> bool:
     """Return True if a name has the form of one of some patterns."""
-    return any(matches(pattern, name) for pattern in patterns)
+    return any(name_matches(pattern, name) for pattern in patterns)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from pagewire.frontend.client import PromptType
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.items import RETAINED_SECONDS, RetainedPrefix, Retention
 
@@ -23,7 +23,7 @@ class RetentionFields(Protocol):
 
 
 def wishes_of(request: RetentionFields) -> list[Retention]:
-    """What a request asks for: a time (`prompt_cache_retention`), or a session (`session_id`), which has a default.
+    """The wish of a request: a time (`prompt_cache_retention`), or a session (`session_id`), which has a default.
 
     A `prompt_cache_key` alone keeps nothing: it names what a time is given for. The output is kept as well, since
     the next turn of a conversation has it in its prompt.
@@ -41,7 +41,7 @@ def wishes_of(request: RetentionFields) -> list[Retention]:
     return [Retention(seconds, request.session_id or request.prompt_cache_key or "", with_output=True)]
 
 
-def kept(prompt: PromptType, wishes: list[Retention]) -> PromptType:
+def keep_prompt(prompt: PromptType, wishes: list[Retention]) -> PromptType:
     """The prompt with wishes that it stays cached; unchanged if there are none."""
     if not wishes:
         return prompt
@@ -57,4 +57,4 @@ def warn_of_refusals(retained: Iterable[RetainedPrefix]) -> None:
     """Warn the client of what is not kept."""
     for each in retained:
         if each.refusal:
-            warn(f"only {each.num_tokens} tokens of the prompt are kept in the cache: {each.refusal}")
+            warn_client(f"only {each.num_tokens} tokens of the prompt are kept in the cache: {each.refusal}")

@@ -17,11 +17,11 @@ from pagewire.frontend.client import (
     PromptAdapterRequest,
     Tokenizer,
     check_template,
-    template_work,
+    template_threads,
 )
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.http.warnings import warn_client
 from pagewire.frontend.server.parsing.detection import reply_formats
 from pagewire.frontend.server.serving.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.serving.exchange import Exchange
@@ -167,10 +167,12 @@ class Service(Services):
         )
         self.defaults = engine.default_params
         self.local = engine.local_params
-        self.prompt_adapters = engine.session.prompt_adapters.named(options.prompt_adapters, self.names)
+        self.prompt_adapters = engine.session.intake.prompt_adapters.named(
+            options.prompt_adapters, self.names
+        )
         self.adapters = ServedAdapters(engine, [*self.names, *self.prompt_adapters], options.lora_root)
         self.adapters.start(modules_of(options.lora_modules))
-        self.request_templates = template_work(MAX_WAITING_TEMPLATES)
+        self.request_templates = template_threads(MAX_WAITING_TEMPLATES)
         self.others = [Service(other, dataclasses.replace(options, **OF_THE_FIRST)) for other in others]
         names = [name for service in self.all for name in (*service.names, *service.prompt_adapters)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -181,7 +183,7 @@ class Service(Services):
 
     def _template(self) -> str:
         """Return the chat template of conversations with tools; "" if there is none."""
-        tokenizer = self.engine.session.tokenizer
+        tokenizer = self.engine.session.intake.tokenizer
         if tokenizer is None or self.info.pooling is not None:
             return ""
         try:
@@ -191,12 +193,12 @@ class Service(Services):
 
     def _response_template(self) -> Any:
         """Return what the checkpoint says of its replies; None if it says nothing, or does not chat."""
-        tokenizer = self.engine.session.tokenizer
+        tokenizer = self.engine.session.intake.tokenizer
         return None if tokenizer is None or not self.has_template else tokenizer.response_template
 
     @property
     def capabilities(self) -> list[str]:
-        """What clients may ask of the model, in Ollama's words."""
+        """The kinds of requests that the model takes, in Ollama's words."""
         if self.info.pooling is not None:
             return ["embedding"]
         media = self.info.media
@@ -227,7 +229,7 @@ class Service(Services):
     ) -> AsyncGenerator[Service, None]:
         """Use the service of a model, which is there as long as the server."""
         if keep_alive is not None:
-            warn(
+            warn_client(
                 "keep_alive has no effect: the model stays loaded while the server runs, "
                 "but for one that is started with --idle-sleep"
             )
@@ -282,7 +284,7 @@ class Service(Services):
         Raises:
             APIError: there is no model with that name.
         """
-        return self.engine.session.tokenizer_for(self.adapter(name))
+        return self.engine.session.intake.tokenizer_for(self.adapter(name))
 
     def model(self, name: str | None) -> str:
         """Return the model's main name, which responses use, or the name of an adapter.
@@ -315,7 +317,7 @@ class Service(Services):
         if name in self.prompt_adapters:
             return None
         if self._takes_any_name:
-            warn(
+            warn_client(
                 f"there is no model {quoted(name)}: {self.names[0]}, the only one, answers (--no-any-model-name)"
             )
             return None

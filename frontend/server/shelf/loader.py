@@ -35,7 +35,7 @@ class EngineLoader:
         self._options, self._estimate = options, estimate
         self.models: dict[str, EngineArgs] = {}
         self.fitted: dict[str, MemoryEstimate] = {}
-        """What was chosen so that a model fits, by its name, when it was measured last."""
+        """The options that were chosen so that a model fits, by its name, when it was measured last."""
         for name, args in models.items():
             self.add(name, args)
 

@@ -31,7 +31,7 @@ RETRY_AFTER_SECONDS = 2
 
 
 class MemoryEstimate(NamedTuple):
-    """What a model needs, known before it is loaded.
+    """The needs of a model, known before it is loaded.
 
     problem: why it cannot be loaded at all; None: it can. changes: options with which it fits, by name (`--fit`).
     fitted: what these are, in a line.

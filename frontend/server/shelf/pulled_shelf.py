@@ -70,7 +70,7 @@ class PulledShelf:
             ValueError: a file is not what the hub says.
         """
         async with aclosing(self._pulls.follow(given)) as steps:
-            with reported():
+            with report_pull_errors():
                 async for step in steps:
                     if step.status == "success":
                         self.refresh()
@@ -82,7 +82,7 @@ class PulledShelf:
         Raises:
             APIError: it was not pulled, or is being pulled.
         """
-        with reported():
+        with report_pull_errors():
             await asyncio.to_thread(remove, given)
         self.refresh()
 
@@ -92,7 +92,7 @@ class PulledShelf:
 
 
 @contextmanager
-def reported() -> Iterator[None]:
+def report_pull_errors() -> Iterator[None]:
     """Give the errors of pulls and removals their statuses."""
     try:
         yield

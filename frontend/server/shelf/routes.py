@@ -9,7 +9,7 @@ from starlette.responses import Response
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.operate.admin import guarded
+from pagewire.frontend.server.operate.admin import guard_endpoint
 from pagewire.frontend.server.serving.exchange import while_connected
 from pagewire.frontend.server.serving.service import ModelEntry, Services
 from pagewire.frontend.server.shelf.services import ShelvedServices
@@ -31,7 +31,7 @@ def routes(services: Services) -> list[Operation]:
 
     async def load(request: Request) -> Response:
         name = services.named((await read_request(request, NAMED, services.options)).model)
-        await while_connected(loaded(services, name), request.receive)
+        await while_connected(load_on_shelf(services, name), request.receive)
         return json_response(services.entry(name))
 
     async def unload(request: Request) -> Response:
@@ -42,7 +42,7 @@ def routes(services: Services) -> list[Operation]:
         Operation(
             "POST",
             "/models/load",
-            guarded(load),
+            guard_endpoint(load),
             "Load a model, and wait until it is ready.",
             body=ModelName,
             result=ModelEntry,
@@ -50,7 +50,7 @@ def routes(services: Services) -> list[Operation]:
         Operation(
             "POST",
             "/models/unload",
-            guarded(unload),
+            guard_endpoint(unload),
             "End a model as soon as no request uses it.",
             body=ModelName,
             result=ModelEntry,
@@ -58,7 +58,7 @@ def routes(services: Services) -> list[Operation]:
     ]
 
 
-async def loaded(services: ShelvedServices, name: str) -> None:
+async def load_on_shelf(services: ShelvedServices, name: str) -> None:
     """Load a model. Raises APIError."""
     async with services.use(name):
         pass

@@ -95,7 +95,7 @@ class ShelvedServices(Services):
         self, model: str | None, keep_alive: float | str | None = None
     ) -> AsyncGenerator[Service, None]:
         """Use a model; wait until it is loaded."""
-        seconds = None if keep_alive is None else seconds_of(keep_alive)
+        seconds = None if keep_alive is None else keep_alive_seconds(keep_alive)
         name = self.named(model)
         async with self.shelf.use(name) as service:
             service.hold = partial(self.shelf.hold, name)
@@ -121,7 +121,7 @@ class ShelvedServices(Services):
         return None if self.pulled is None else self.pulled.named(given)
 
     def pulled_model(self, name: str) -> PulledModel | None:
-        """What was pulled under a listed name; None: it was not pulled."""
+        """The model that was pulled under a listed name; None: none was."""
         return None if self.pulled is None else self.pulled.models.get(name)
 
     async def close(self) -> None:
@@ -150,7 +150,7 @@ class ShelvedServices(Services):
         raise APIError(404, message, param="model", code="model_not_found")
 
 
-def seconds_of(duration: float | str) -> float:
+def keep_alive_seconds(duration: float | str) -> float:
     """Return the seconds of a `keep_alive`: a number of them, or a text such as "5m"; less than 0: infinity.
 
     Raises:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class ModelState(Enum):
-    """Of one model. Its core runs, or is about to, in all but `ABSENT`."""
+    """The state of one model. Its core runs, or is about to, in all but `ABSENT`."""
 
     ABSENT = "absent"
     STARTING = "starting"
@@ -33,7 +33,7 @@ LOADED = (ModelState.READY, ModelState.IDLE)
 
 
 class ActionKind(Enum):
-    """What is to be done with a model. The answer to each is one of the table's methods."""
+    """The next thing to do with a model. The answer to each is one of the table's methods."""
 
     MEASURE = "measure"  # measured, or failed
     START = "start"  # started, or failed

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagewire.frontend.server.http.key_file import Rights, digest_of, read_key_file
+from pagewire.frontend.server.http.key_file import Rights, key_digest, read_key_file
 from pagewire.frontend.text.tokenizer import load_tokenizer
 from tests.cli.command import COMMAND, ENDLESS, ENVIRONMENT, PROMPT, SAMPLING, pagewire, start
 
@@ -203,7 +203,7 @@ def test_api_keys_are_added_to_a_file(tmp_path: Path) -> None:
     keys = [done.stdout.split()[1] for done in (first, again, other)]
     entries = read_key_file(str(file))
     assert [entry.name for entry in entries] == ["alice", "alice", "bob"]
-    assert [entry.digest for entry in entries] == [digest_of(key.encode()) for key in keys]
+    assert [entry.digest for entry in entries] == [key_digest(key.encode()) for key in keys]
     assert entries[0].rights == entries[1].rights == Rights(max_requests=4, admin=True)
     assert not any(key in file.read_text() for key in keys)
     for words, reason in (

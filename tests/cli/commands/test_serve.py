@@ -16,7 +16,7 @@ from pagewire.cli.console.options import engine_args
 from pagewire.cli.console.parser import UsageError
 from pagewire.cli.main import main
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.uvicorn_server import bound, url_of
+from pagewire.frontend.server.http.uvicorn_server import bind_socket, url_of
 from pagewire.ipc.options.engine_args import EngineArgs
 
 
@@ -116,17 +116,17 @@ def test_an_address_in_use(tmp_path: Path, capsys: Any) -> None:
         assert main(["serve", "demo", "--port", str(taken.getsockname()[1])]) == 1
     assert "Address already in use" in capsys.readouterr().err
     path = tmp_path / "x.sock"
-    with bound(ServerOptions(uds=str(path))) as listening:
+    with bind_socket(ServerOptions(uds=str(path))) as listening:
         assert url_of(listening, ServerOptions(uds=str(path))) == f"unix:{path}"
         listening.listen()
         assert main(["serve", "demo", "--uds", str(path)]) == 1
     assert "Address already in use" in capsys.readouterr().err
-    bound(ServerOptions(uds=str(path))).close()  # it is not any more
+    bind_socket(ServerOptions(uds=str(path))).close()  # it is not any more
 
 
 def test_urls() -> None:
     for options in (ServerOptions(port=0), ServerOptions(port=0, host="::1")):
-        with bound(options) as listening:
+        with bind_socket(options) as listening:
             assert url_of(
                 listening, options
             ) == f"http://{'[::1]' if ':' in options.host else '127.0.0.1'}:" + str(

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagewire.engine_core.adapters.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.adapters.queue import PATIENCE_SECONDS
-from pagewire.engine_core.adapters.resident import LOAD_SECONDS, MAX_LOSSES, TRIAL_SECONDS
+from pagewire.engine_core.adapters.resident import LOAD_SECONDS, TRIAL_SECONDS
 from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.engine_core.tenants.accounts import Account
 from pagewire.ipc.errors import AdapterCrashedWorkerError
+from pagewire.ipc.suspicion import ADAPTER_RULE
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource, DropAdapter, LoadAdapter
 from pagewire.ipc.wire.params import SamplingParams
@@ -532,7 +533,7 @@ def test_a_pinned_adapter_that_workers_die_of_is_not_wanted_by_the_next() -> Non
 def test_steps_do_not_wait_for_a_suspect_on_a_slow_disk() -> None:
     world = World()
     (waiting,) = world.submit(source(1))
-    for number in range(1, MAX_LOSSES + 1):
+    for number in range(1, ADAPTER_RULE.guilty_in_all + 1):
         world.obey()
         world.now += TRIAL_SECONDS
         assert world.holds_steps == (number > 1)
@@ -541,4 +542,4 @@ def test_steps_do_not_wait_for_a_suspect_on_a_slow_disk() -> None:
         assert not world.holds_steps
         assert waiting in world.waiting, "workers may have died of a step"
         world.lose_workers()
-    assert f"{MAX_LOSSES} workers" in world.errors[waiting]
+    assert f"{ADAPTER_RULE.guilty_in_all} workers" in world.errors[waiting]

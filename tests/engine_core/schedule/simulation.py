@@ -39,13 +39,7 @@ from pagewire.engine_core.schedule.scheduler import (
     Scheduler,
     SchedulerConfig,
 )
-from pagewire.engine_core.schedule.sequence import (
-    CRASHES_TO_ISOLATE,
-    RELAPSES_TO_ISOLATE,
-    Sequence,
-    State,
-    sequences,
-)
+from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.engine_core.schedule.step import Outcome
 from pagewire.engine_core.schedule.step_time import awaits_token
@@ -54,6 +48,7 @@ from pagewire.engine_core.states.state_slots import CHECKPOINT_TOKENS, StateSlot
 from pagewire.engine_core.tenants.accounts import Account, Accounts
 from pagewire.engine_core.tenants.handover import PATIENCE_SECONDS
 from pagewire.engine_core.tenants.waiting import WaitingQueue
+from pagewire.ipc.suspicion import NO_SUSPICION, SEQUENCE_RULE
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import NOTHING, LogprobRows, Media, Prompt, Retention, Task
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
@@ -594,7 +589,10 @@ class Stream:
     @property
     def is_guilty(self) -> bool:
         """Another crash is one too many."""
-        return self.num_crashes > CRASHES_TO_ISOLATE or self.num_relapses > RELAPSES_TO_ISOLATE + 1
+        return (
+            self.num_crashes >= SEQUENCE_RULE.guilty_in_row
+            or self.num_relapses >= SEQUENCE_RULE.guilty_in_all
+        )
 
     @property
     def last(self) -> TokenDelta | None:
@@ -923,7 +921,7 @@ class Simulation:
         assert stream.tokens == output[: len(stream.tokens)], "a token depends on how it was scheduled"
         if delta.token_ids:
             stream.num_crashes = 0
-            if not sequence.num_relapses:  # it was cleared, by steps alone
+            if sequence.suspicion is NO_SUSPICION:  # it was cleared, by steps alone
                 stream.num_relapses = 0
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             assert stream.prompt_logprobs == (prompt[1:] if sequence.returns_prompt_logprobs else [])

@@ -10,12 +10,11 @@ import pytest
 
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.schedule.sequence import (
-    RELAPSES_TO_ISOLATE,
-    STEPS_TO_CLEAR,
     Sequence,
     State,
     WeightsVersion,
 )
+from pagewire.ipc.suspicion import SEQUENCE_RULE
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.pooling import PoolingParams
@@ -923,7 +922,7 @@ def test_a_token_proves_a_suspect_innocent() -> None:
     simulation.plan()
     assert served(simulation) == [request]  # still alone: half a prompt proves nothing
     simulation.commit()
-    assert request.num_crashes == 0
+    assert request.suspicion.num_in_row == 0
     simulation.plan()
     assert served(simulation) == [request, other]
     simulation.commit()
@@ -935,7 +934,7 @@ def test_a_token_proves_a_suspect_innocent() -> None:
 def test_crashes_with_tokens_in_between_isolate_and_end_a_request() -> None:
     simulation = Simulation(depth=1)
     request, other = simulation.submit([2, 3], max_tokens=50)[0], simulation.submit([4, 5], max_tokens=50)[0]
-    for _ in range(RELAPSES_TO_ISOLATE):
+    for _ in range(SEQUENCE_RULE.suspect_in_all):
         simulation.step()
         crash(simulation)
     simulation.plan()
@@ -954,11 +953,11 @@ def test_crashes_with_tokens_in_between_isolate_and_end_a_request() -> None:
 def test_steps_alone_clear_a_request_of_its_crashes() -> None:
     simulation = Simulation(depth=1)
     request = simulation.submit([2, 3], max_tokens=50)[0]
-    for _ in range(RELAPSES_TO_ISOLATE):
+    for _ in range(SEQUENCE_RULE.suspect_in_all):
         simulation.step()
         crash(simulation)
     other = simulation.submit([4, 5], max_tokens=50)[0]
-    for _ in range(STEPS_TO_CLEAR):
+    for _ in range(SEQUENCE_RULE.clear_after):
         simulation.plan()
         assert served(simulation) == [request]
         simulation.commit()
@@ -978,7 +977,7 @@ def test_a_suspect_waits_until_a_dropped_row_has_returned() -> None:
     simulation.abort([suspect])
     assert simulation.plan() is None
     simulation.fail()
-    assert other.num_crashes == 2 and simulation.streams[other].last is None
+    assert other.suspicion.num_in_row == 2 and simulation.streams[other].last is None
     simulation.plan()
     assert served(simulation) == [other]
 
@@ -987,7 +986,7 @@ def test_those_not_in_flight_at_the_crash_are_not_blamed() -> None:
     simulation = Simulation(depth=1, max_num_seqs=1)
     first, second = simulation.submit([2])[0], simulation.submit([3])[0]
     crash(simulation)
-    assert (first.num_crashes, second.num_crashes) == (1, 0)
+    assert (first.suspicion.num_in_row, second.suspicion.num_in_row) == (1, 0)
 
 
 def test_a_crash_with_nothing_in_flight_blames_nobody() -> None:
@@ -996,7 +995,7 @@ def test_a_crash_with_nothing_in_flight_blames_nobody() -> None:
     simulation.step()
     for _ in range(4):
         assert simulation.fail() == []
-    assert request.num_crashes == 0
+    assert request.suspicion.num_in_row == 0
     simulation.drain()
 
 
@@ -1006,7 +1005,7 @@ def test_two_steps_of_a_request_in_one_crash_count_once() -> None:
     simulation.plan()
     simulation.plan()
     simulation.fail()
-    assert request.num_crashes == 1
+    assert request.suspicion.num_in_row == 1
 
 
 def test_a_suspect_can_be_aborted() -> None:

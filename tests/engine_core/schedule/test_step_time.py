@@ -359,7 +359,7 @@ def test_a_picture_with_which_the_worker_crashes_is_blamed_for_it() -> None:
     while not simulation.worker.begun:
         simulation.step()
     simulation.fail()
-    assert sequence.num_crashes == 1 and stream.num_crashes == 1
+    assert sequence.suspicion.num_in_row == 1 and stream.suspicion.num_in_row == 1
     simulation.abort([stream])
     simulation.drain()
     assert simulation.output(sequence) == expected(sequence)[0]

@@ -6,6 +6,7 @@ from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.tenants.accounts import Accounts
 from pagewire.engine_core.tenants.waiting import WaitingQueue
+from pagewire.ipc.suspicion import Suspicion
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.requests import Request
@@ -23,7 +24,7 @@ def test_sequences_are_withdrawn_in_the_order_of_arrival_and_may_be_queued_again
             request, b"c", arrival, 0.0, max_model_len=64, share_prefixes=True, tenant=tenant
         )
     suspect = all_of_them[4]
-    suspect.num_crashes = 2
+    suspect.suspicion = Suspicion(num_in_row=2, num_in_all=2)
     for sequence in reversed(all_of_them):
         scheduler.add(sequence)
     odd = [sequence for sequence in all_of_them if sequence.arrival % 2]

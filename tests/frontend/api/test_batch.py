@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.api import batch as batches
-from pagewire.frontend.api.batch import GradualBatch, num_tokens
+from pagewire.frontend.api.batch import GradualBatch, num_core_tokens
 from pagewire.frontend.requests.inputs import Prepared
 from pagewire.frontend.requests.outputs import RequestState
 from pagewire.frontend.requests.pooling.state import PooledState
@@ -35,7 +35,7 @@ class Session:
     def submit(self, prepared: Sequence[Prepared], inbox: Any) -> list[RequestState]:
         states = [state_of(item.request) for item in prepared]
         self.in_core |= {state.key: state.request for state in states}
-        self.most = max(self.most, sum(map(num_tokens, self.in_core.values())))
+        self.most = max(self.most, sum(map(num_core_tokens, self.in_core.values())))
         inbox.put(states)
         return states
 
@@ -52,7 +52,7 @@ def test_the_core_has_few_at_a_time_and_outputs_are_in_order(
     session, ticks = Session(), list[int]()
     batch = GradualBatch(session, ticks.append)  # type: ignore[arg-type]
     prepared = [Prepared(Request(key, f"r{key}", Prompt([5] * 5), task, 7), None) for key in range(60)]
-    largest = 4 * num_tokens(prepared[0].request)
+    largest = 4 * num_core_tokens(prepared[0].request)
     for start in range(0, 60, 4):
         batch.submit(prepared[start : start + 4])
     assert batch.outputs() == [10 * key for key in range(60)]

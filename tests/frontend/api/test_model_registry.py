@@ -13,7 +13,7 @@ from pagewire import ModelRegistry
 from pagewire.engine_core.config.config import EngineConfig
 from pagewire.ipc.models import plugins, registrations
 from pagewire.ipc.models.plugins import ALLOWED, GROUP, load_allowed_plugins, load_plugins
-from pagewire.ipc.models.registrations import Registrations, adopt, registered
+from pagewire.ipc.models.registrations import Registrations, adopt, all_registrations
 from pagewire.ipc.options.engine_args import EngineArgs
 from tests.own_package import entry_point
 
@@ -57,7 +57,7 @@ def test_all_plugins_are_loaded_once_and_one_that_fails_is_named(
     entry_point(site, "acme_bad", GROUP, "bad = acme_plugin:fail")
     with caplog.at_level(logging.INFO, "pagewire"):
         assert load_allowed_plugins() == load_allowed_plugins() == ("good",)
-    assert registered() == Registrations({"AcmeForCausalLM": "acme_plugin:Model"})
+    assert all_registrations() == Registrations({"AcmeForCausalLM": "acme_plugin:Model"})
     assert caplog.text.count("loaded the plugin good (acme_plugin:register)") == 1
     assert (
         "the plugin 'bad' ('acme_plugin:fail') fails: RuntimeError: no luck; the engine goes on"
@@ -69,7 +69,7 @@ def test_the_variable_says_which_plugins_are_loaded(site: Path, monkeypatch: pyt
     """Each of them must be there and succeed, or the engine does not start."""
     entry_point(site, "acme_bad", GROUP, "bad = acme_plugin:fail")
     monkeypatch.setenv(ALLOWED, "")
-    assert load_allowed_plugins() == () and not registered().models
+    assert load_allowed_plugins() == () and not all_registrations().models
     monkeypatch.setenv(ALLOWED, " good, ")
     assert EngineConfig.resolve(EngineArgs("demo")).worker_config().registrations == Registrations(
         {"AcmeForCausalLM": "acme_plugin:Model"}, plugins=("good",)
@@ -92,12 +92,12 @@ def test_only_names_travel() -> None:
     ModelRegistry.register_model("B", acme_plugin.Model.Inner)
     ModelRegistry.register_model("C", "not.imported:Yet")
     ModelRegistry.register_family("not.imported:TABLE")
-    sent = registered()
+    sent = all_registrations()
     assert sent.models == {"A": "acme_plugin:Model", "B": "acme_plugin:Model.Inner", "C": "not.imported:Yet"}
     assert sent.families == ("not.imported:TABLE",)
     registrations._models.clear()
     adopt(sent)
-    assert registered() == sent
+    assert all_registrations() == sent
 
 
 def test_a_class_that_no_other_process_finds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +119,13 @@ def test_a_class_that_no_other_process_finds_is_refused(monkeypatch: pytest.Monk
         ModelRegistry.register_model("A", 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the import path of a table, got Model"):
         ModelRegistry.register_family(acme_plugin.Model())
-    assert registered() == Registrations()
+    assert all_registrations() == Registrations()
 
 
 def test_another_class_for_the_same_architecture_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for path in ("a:A", "a:A", "b:B"):
         ModelRegistry.register_model("A", path)
-    assert registered().models == {"A": "b:B"}
+    assert all_registrations().models == {"A": "b:B"}
     assert [record.message for record in caplog.records] == ["A is now the model b:B, no longer a:A"]
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from pagewire.frontend.api import off_loop
-from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
-from pagewire.frontend.api.slow_work import SlowWork
+from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, OffLoopThreads, num_chars, tokenize_off_loop
 from pagewire.frontend.text.prompts import TextPair
 from pagewire.frontend.text.tokenizer import LARGE_TEXT
 from pagewire.ipc.errors import EngineBusyError
@@ -35,7 +34,7 @@ class Work:
 
 
 def start(size: int, work: Callable[[str], str], result: str) -> asyncio.Task[str]:
-    return asyncio.ensure_future(tokenizing(size, work, result))
+    return asyncio.ensure_future(tokenize_off_loop(size, work, result))
 
 
 def test_large_texts_take_turns_and_others_pass() -> None:
@@ -43,8 +42,8 @@ def test_large_texts_take_turns_and_others_pass() -> None:
         first, second = Work(), Work()
         a, b = start(LARGE_TEXT, first, "a"), start(LARGE_TEXT + 1, second, "b")
         assert await asyncio.to_thread(first.begun.wait, PATIENCE)
-        assert await tokenizing(LARGE_TEXT - 1, str.upper, "long") == "LONG"
-        assert await tokenizing(3, str.upper, "short") == "SHORT"
+        assert await tokenize_off_loop(LARGE_TEXT - 1, str.upper, "long") == "LONG"
+        assert await tokenize_off_loop(3, str.upper, "short") == "SHORT"
         assert not second.begun.is_set()
         first.release.set()
         assert await a == "a"
@@ -58,7 +57,7 @@ def test_large_texts_take_turns_and_others_pass() -> None:
 def test_work_in_threads_is_that_of_its_tenant() -> None:
     async def run() -> None:
         current_tenant.set("alice")
-        slow = SlowWork("texts", 1, 1)
+        slow = OffLoopThreads("texts", 1, 1)
         assert await slow.run(current_tenant.get) == "alice"
         current_tenant.set("bob")
         assert await slow.run(current_tenant.get) == "bob"
@@ -78,12 +77,12 @@ def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
         with pytest.raises(EngineBusyError):
             current_tenant.set("a")
-            await tokenizing(LARGE_TEXT, str.upper, "a3")
+            await tokenize_off_loop(LARGE_TEXT, str.upper, "a3")
         first.release.set()
         assert await asyncio.gather(begun, *waiting) == ["first", "a0", "a1", "a2", "b0"]
         assert "b0" in order[:2]
 
-    monkeypatch.setattr(off_loop, "_large_texts", SlowWork("large texts", 1, 3))
+    monkeypatch.setattr(off_loop, "_large_texts", OffLoopThreads("large texts", 1, 3))
     asyncio.run(run())
 
 
@@ -101,7 +100,7 @@ def test_many_texts_of_one_tenant_do_not_hold_up_another(monkeypatch: pytest.Mon
             work.release.set()
         assert await asyncio.gather(*own) == ["a"] * 20
 
-    monkeypatch.setattr(off_loop, "_work", SlowWork("texts", 3, math.inf, num_reserved=1))
+    monkeypatch.setattr(off_loop, "_work", OffLoopThreads("texts", 3, math.inf, num_reserved=1))
     asyncio.run(run())
 
 
@@ -117,7 +116,7 @@ def test_who_leaves_gives_the_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
         del text
         await asyncio.sleep(0)
         with pytest.raises(EngineBusyError, match="3 large texts are already waiting"):
-            await tokenizing(LARGE_TEXT, str.upper, "d")
+            await tokenize_off_loop(LARGE_TEXT, str.upper, "d")
         for task in (*waiting, last, a):
             task.cancel()
         await asyncio.wait((*waiting, last, a))
@@ -130,7 +129,7 @@ def test_who_leaves_gives_the_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
         first.release.set()
         assert await again == "E" and not never.begun.is_set()
 
-    monkeypatch.setattr(off_loop, "_large_texts", SlowWork("large texts", 1, 3))
+    monkeypatch.setattr(off_loop, "_large_texts", OffLoopThreads("large texts", 1, 3))
     asyncio.run(run())
 
 
@@ -141,7 +140,7 @@ class Text(str):
 def test_what_work_raises_reaches_its_caller() -> None:
     async def run() -> None:
         with pytest.raises(ValueError, match="invalid literal"):
-            await tokenizing(LARGE_TEXT, int, "x")
+            await tokenize_off_loop(LARGE_TEXT, int, "x")
 
     asyncio.run(run())
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.core import core_source, open_requests, supervisor
-from pagewire.frontend.core.blame import SuspectTrial
+from pagewire.frontend.core import core_source, supervisor
+from pagewire.frontend.core import session as session_module
 from pagewire.frontend.core.core_source import Attached, Dial
 from pagewire.frontend.core.custody import RequestPlace
-from pagewire.frontend.core.open_requests import OpenRequests
+from pagewire.frontend.core.session import Session
 from pagewire.frontend.core.supervisor import ConnectionStage, Loss, Supervisor
+from pagewire.frontend.core.trials import SuspectTrials
+from pagewire.frontend.requests.inputs import Intake, Prepared
 from pagewire.frontend.requests.outputs import RequestState
 from pagewire.ipc.errors import DetachedError, EngineDeadError, EngineStoppedError, RequestCrashedEngineError
 from pagewire.ipc.wire.items import Prompt
@@ -126,8 +128,8 @@ class Simulation:
         self._clients: list[SimulatedClient] = []
         simulation = self
 
-        class Trial(SuspectTrial):
-            """A trial in which waiting means that the core goes on."""
+        class Trials(SuspectTrials):
+            """Trials in which waiting means that the core goes on."""
 
             def wait(self, seconds: float | None = None) -> None:
                 for _ in range(MAX_STEPS if seconds is None else chance.randint(1, 40)):
@@ -138,9 +140,9 @@ class Simulation:
 
         patch.setattr(supervisor, "CoreClient", SimpleNamespace(connect=self._connect))
         patch.setattr(supervisor, "threading", SimpleNamespace(Event=threading.Event, Thread=NoThread))
-        patch.setattr(open_requests, "SuspectTrial", Trial)
+        patch.setattr(session_module, "SuspectTrials", Trials)
         patch.setattr(core_source, "HEALTHY_SECONDS", 0.0)  # no pauses
-        self.requests = OpenRequests(lambda owner: Supervisor(self, owner), None)  # type: ignore[arg-type]
+        self.requests = Session(lambda owner: Supervisor(self, owner), lambda info, call: Intake(info, None))  # type: ignore[arg-type]
         assert isinstance(self.requests.connection, Supervisor)
         self.supervisor = self.requests.connection
 
@@ -189,9 +191,9 @@ class Simulation:
         """Submit a request. kills: see `kills`. It is refused where there is no core."""
         key = len(self.states)
         params = SamplingParams(max_tokens=length, detokenize=False)
-        state = RequestState(Request(key, f"r{key}", Prompt([2, 3]), params, seed=0), None, None)
+        request = Request(key, f"r{key}", Prompt([2, 3]), params, seed=0)
         try:
-            self.requests.submit([state], Unread(), "fake", None)
+            (state,) = self.requests.submit([Prepared(request, None)], Unread())
         except EngineDeadError:  # whether the supervisor knows it yet or not
             assert self._clients[-1].dead is not None
             return

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from pagewire.frontend.core.client import CoreClient
-from pagewire.frontend.core.send_queue import SUBMIT_BATCH, too_large
+from pagewire.frontend.core.outbox import SUBMIT_BATCH, too_large
 from pagewire.ipc.errors import (
     DetachedError,
     EngineDeadError,
@@ -303,7 +303,7 @@ def test_messages_stay_below_the_limit_of_the_cores_socket(
 def test_several_requests_have_less_room_than_one(
     core: Any, attach: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.frontend.core.send_queue.MAX_BATCH_BYTES", 5_000)
+    monkeypatch.setattr("pagewire.frontend.core.outbox.MAX_BATCH_BYTES", 5_000)
     client = attach(core.address).client
     assert client.submit([sized_request(key, 20_000 if key == 5 else 2_000) for key in range(9)]) == []
     submits = [core.expect(Submit)]
@@ -468,7 +468,7 @@ def test_without_keys_nothing_goes_beyond_this_machine() -> None:
 
 def test_messages_of_too_many_bytes_or_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Embeddings are parts of their own; the first part has the limit of this engine."""
-    monkeypatch.setattr("pagewire.frontend.core.send_queue.MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr("pagewire.frontend.core.outbox.MAX_MESSAGE_BYTES", 100)
     assert too_large([b"x" * 10, b"y" * 90], "it", 10) is None
     for frames in ([b"x" * 10, b"y" * 91], [b"x", *[b""] * MAX_FRAMES]):
         error = too_large(frames, "it", 10)

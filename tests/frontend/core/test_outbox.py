@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter, deque
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.frontend.core.outbox import Outbox
@@ -138,6 +138,7 @@ MESSAGE = st.tuples(
 )
 
 
+@settings(deadline=None)  # a machine may be busy
 @given(st.lists(st.one_of(MESSAGE, st.sampled_from(("control", "send", "answer"))), max_size=80))
 def test_any_order_of_events(events: list[tuple[str, int, int] | str]) -> None:
     core, added, came = Core(), [], []
@@ -166,6 +167,7 @@ def test_any_order_of_events(events: list[tuple[str, int, int] | str]) -> None:
             assert place[first] < place[second], "overtaken"
 
 
+@settings(deadline=None)  # a machine may be busy
 @given(st.lists(MESSAGE, max_size=40), st.integers(0, 1 << 32))
 def test_the_core_never_has_more_than_the_window(messages: list[tuple[str, int, int]], seed: int) -> None:
     """It counts by itself what it has not taken, as `Arrivals` does, and admits all that comes."""

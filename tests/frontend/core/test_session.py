@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagewire.frontend.core import session as session_module
+from pagewire.frontend.core import open_session
 from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.core.spawned_cores import tokenizer_ahead
@@ -32,7 +32,7 @@ def attach(tmp_path: Path) -> Iterator[Callable[[float], Session]]:
 
     def attach(reattach_timeout: float) -> Session:
         sessions.append(
-            Session.attach(
+            open_session.attach(
                 f"ipc://{tmp_path}/core.sock",
                 curve=None,
                 tokenizer=None,
@@ -63,10 +63,10 @@ def test_the_revision_is_that_of_the_engines_tokenizer(
     def load(name: str, mode: str, *, revision: str | None, trust_remote_code: bool) -> None:
         calls.append((name, revision))
 
-    monkeypatch.setattr(session_module, "load_tokenizer", load)
+    monkeypatch.setattr(open_session, "load_tokenizer", load)
     info = msgspec.structs.replace(engine_info, tokenizer="org/model", tokenizer_revision="v2")
     core = FakeCore(f"ipc://{tmp_path}/core.sock", info)
-    Session.attach(core.address, curve=None, tokenizer=given, timeout=10).close()
+    open_session.attach(core.address, curve=None, tokenizer=given, timeout=10).close()
     core.close()
     assert calls == [(loaded, revision)]
 
@@ -87,7 +87,9 @@ def test_the_code_of_a_cores_tokenizer_runs_only_if_this_frontend_says_so(
     monkeypatch.setattr(tokenizer_module, "load_wrapped", load_wrapped)
     info = msgspec.structs.replace(engine_info, tokenizer=str(folder), trust_remote_code=True)
     core = FakeCore(f"ipc://{tmp_path}/core.sock", info)
-    session = Session.attach(core.address, curve=None, tokenizer=None, timeout=10, trust_remote_code=trust)
+    session = open_session.attach(
+        core.address, curve=None, tokenizer=None, timeout=10, trust_remote_code=trust
+    )
     session.close()
     core.close()
     assert with_code == [trust]
@@ -96,7 +98,7 @@ def test_the_code_of_a_cores_tokenizer_runs_only_if_this_frontend_says_so(
 def begin(session: Session, core: FakeCore, inbox: Inbox) -> Request:
     """A request that has got two tokens."""
     params = SamplingParams(max_tokens=4, temperature=0.0)
-    session.submit([session.prepare({"prompt_token_ids": [5, 6]}, params, "a request")], inbox)
+    session.submit([session.intake.prepare({"prompt_token_ids": [5, 6]}, params, "a request")], inbox)
     [request] = core.expect(Submit).requests
     core.tokens(request.key, [7, 8])
     [state] = inbox.get()
@@ -132,7 +134,7 @@ def test_prompt_logprobs_are_not_requested_again_of_another_core(
     first, inbox = new_core(), Inbox()
     session = attach(60)
     params = SamplingParams(max_tokens=4, prompt_logprobs=0, output_kind=kind)
-    session.submit([session.prepare({"prompt_token_ids": [5, 6, 7, 8]}, params, "a request")], inbox)
+    session.submit([session.intake.prepare({"prompt_token_ids": [5, 6, 7, 8]}, params, "a request")], inbox)
     [request] = first.expect(Submit).requests
     assert request.num_prompt_logprobs == 0
     first.tokens(request.key, [], prompt_logprobs=logprob_rows([6, 7]))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pagewire import AsyncLLM, EngineArgs, LLMEngine, StatLoggerBase
+from pagewire.frontend.core import open_session
 from pagewire.frontend.core.metrics import Counter, Gauge, Metric
-from pagewire.frontend.core.session import Session
 from pagewire.frontend.core.stat_loggers import StatLoggers, Stats
 from pagewire.ipc.errors import EngineDeadError
 
@@ -119,7 +119,7 @@ def test_bad_intervals(interval: float) -> None:
 
 @pytest.fixture
 def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The arguments of each `Session.spawn`, which starts nothing here."""
+    """The arguments of each `open_session.spawn`, which starts nothing here."""
     calls: list[tuple[Any, ...]] = []
 
     class NoSession:
@@ -130,7 +130,7 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(arguments)
         return NoSession()
 
-    monkeypatch.setattr(Session, "spawn", spawn)
+    monkeypatch.setattr(open_session, "spawn", spawn)
     return calls
 
 

@@ -22,8 +22,8 @@ from PIL import Image, ImageOps
 from pagewire.frontend.media import decode_process, loader
 from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.decode_process import decode
-from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.items import MediaItem
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.loader import MediaLoader, from_base64
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.host.confined import Confined
@@ -175,7 +175,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Confined]:
         num_parallel=decode_process.NUM_PARALLEL,
         num_reserved=decode_process.NUM_RESERVED,
     )
-    monkeypatch.setattr(decode_process, "processes", lambda: confined)
+    monkeypatch.setattr(decode_process, "decode_processes", lambda: confined)
     yield confined
     confined.close()
 

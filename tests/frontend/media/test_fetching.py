@@ -20,9 +20,9 @@ from pagewire.frontend.media.download import (
     UNREACHABLE,
     DownloadLimits,
     Resolvers,
-    download,
+    download_media,
 )
-from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.keys import MediaError
 from pagewire.frontend.media.local_file import NOT_READABLE, read_local_file
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.tenants import current_tenant
@@ -57,7 +57,7 @@ def test_names_that_hang_of_one_tenant_leave_threads_to_others(
     for tenant in "ab":
         current_tenant.set(tenant)
         try:
-            found.append(download(server.url("/ok", "good.example"), ACCESS, LIMITS))
+            found.append(download_media(server.url("/ok", "good.example"), ACCESS, LIMITS))
         except EngineBusyError as error:
             assert "24 names of hosts are already being resolved" in str(error)
     current_tenant.set("")
@@ -107,13 +107,13 @@ SPELLINGS = """
 def test_no_spelling_of_an_address_is_a_way_in(by: str, server: AttackServer) -> None:
     """Whatever the URL, and wherever a redirect leads: the server, which has all of loopback, is not asked."""
     access = MediaAccess(None, (ip_network("127.0.0.3/32"),))
-    assert download(server.url("/ok", "127.0.0.3"), access, LIMITS) == CONTENT
+    assert download_media(server.url("/ok", "127.0.0.3"), access, LIMITS) == CONTENT
     before = server.seen["/ok"]
     for host in SPELLINGS.split():
         url = f"http://{host}:{server.port}/ok"
         start = url if by == "direct" else server.url(f"/redirect?{url}", "127.0.0.3")
         with pytest.raises(MediaError) as caught:
-            download(start, access, LIMITS)
+            download_media(start, access, LIMITS)
         assert str(caught.value) in (UNREACHABLE, MALFORMED), host
     assert server.seen["/ok"] == before
 
@@ -139,13 +139,13 @@ def test_a_name_that_changes_its_address_is_connected_to_where_it_was_checked(
     monkeypatch.setattr(downloads.CheckedSockets, "__call__", make)
     url = server.url("/ok", "rebind.example")
     answers[:] = ["127.0.0.1", "127.0.0.2"]
-    assert download(url, ACCESS, LIMITS) == CONTENT
+    assert download_media(url, ACCESS, LIMITS) == CONTENT
     assert (answers, connected) == (["127.0.0.2"], ["127.0.0.1"])
     with pytest.raises(MediaError):  # and the second address is not accepted later
-        download(url, ACCESS, LIMITS)
+        download_media(url, ACCESS, LIMITS)
     answers[:] = ["127.0.0.1", "127.0.0.2"]
     with pytest.raises(MediaError):
-        download(server.url(f"/redirect?{url}", "rebind.example"), ACCESS, LIMITS)
+        download_media(server.url(f"/redirect?{url}", "rebind.example"), ACCESS, LIMITS)
     assert connected == ["127.0.0.1", "127.0.0.1"]
 
 
@@ -163,11 +163,11 @@ def test_hosts_and_networks_of_the_operator(server: AttackServer) -> None:
         assert not access.allows_host(host), host
     assert access.allows_address("127.0.0.2") and access.allows_address("::ffff:127.0.0.2")
     assert not access.allows_address("10.0.0.1")
-    assert download(server.url("/ok"), access, LIMITS) == CONTENT
+    assert download_media(server.url("/ok"), access, LIMITS) == CONTENT
     with pytest.raises(MediaError, match=r"'localhost' .* not among the server's --allowed-media-domains"):
-        download(server.url("/ok", "localhost"), access, LIMITS)
+        download_media(server.url("/ok", "localhost"), access, LIMITS)
     with pytest.raises(MediaError, match=r"'evil\.example' .* not among"):
-        download(server.url("/redirect?http://evil.example/"), access, LIMITS)
+        download_media(server.url("/redirect?http://evil.example/"), access, LIMITS)
     for bad in ("a b", "http://example.org", "10.0.0.1/8", "*", ""):
         with pytest.raises(ValueError, match="allowed_media_domains"):
             MediaAccess.read(domains=[bad])
@@ -198,13 +198,13 @@ def test_hosts_and_networks_of_the_operator(server: AttackServer) -> None:
 def test_answers_that_are_given_up(target: str, message: str, server: AttackServer) -> None:
     url = server.url(target) if target.startswith("/") else target
     with pytest.raises(MediaError, match=message) as caught:
-        download(url, ACCESS, LIMITS)
+        download_media(url, ACCESS, LIMITS)
     assert "secret" not in str(caught.value) and caught.value.__cause__ is None
 
 
 def test_a_host_that_is_silent_takes_no_longer_than_the_limit(server: AttackServer) -> None:
     with pytest.raises(MediaError, match=r"took more than 0\.2 s"):
-        download(server.url("/silent"), ACCESS, DownloadLimits(0.2, 1 << 20))
+        download_media(server.url("/silent"), ACCESS, DownloadLimits(0.2, 1 << 20))
 
 
 # ---------------------------------------------------------------- files

@@ -14,7 +14,7 @@ from pagewire.frontend.requests.decisions import (
     RatingQuestion,
     YesOrNoAnswer,
     YesOrNoQuestion,
-    answer_of,
+    make_answer,
 )
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.frontend.text.tokenizer import FastTokenizer
@@ -65,9 +65,9 @@ def test_labels_must_be_tokens_of_their_own() -> None:
 
 
 def test_answers() -> None:
-    score = answer_of(RatingQuestion("?", ["low", "middle", "high"]), {"0": 0.25, "1": 0.25, "2": 0.5}, 0.5)
+    score = make_answer(RatingQuestion("?", ["low", "middle", "high"]), {"0": 0.25, "1": 0.25, "2": 0.5}, 0.5)
     assert score == RatingAnswer(
         1.25, {"0": "low", "1": "middle", "2": "high"}, {"0": 0.25, "1": 0.25, "2": 0.5}, 0.25
     )
-    answer = answer_of(QUESTION, {"yes": 0.2, "no": 0.8}, 1.0)
+    answer = make_answer(QUESTION, {"yes": 0.2, "no": 0.8}, 1.0)
     assert isinstance(answer, YesOrNoAnswer) and math.isclose(answer.noul, 0.2) and answer.confidence == 0.8

@@ -39,7 +39,7 @@ def intake_of(info: EngineInfo, embeddings: EmbeddingsInfo = BOTH) -> Intake:
 
 
 def prepare(info: EngineInfo, prompt: Any, embeddings: EmbeddingsInfo = BOTH, **params: Any) -> Prepared:
-    return intake_of(info, embeddings).prepare(prompt, SamplingParams(**params), "r", 1)
+    return intake_of(info, embeddings).prepare(prompt, SamplingParams(**params), "r")
 
 
 class OnlyArray:
@@ -189,14 +189,14 @@ def adapter(
 def test_an_adapter_is_before_the_prompt_and_outputs_do_not_show_it(
     engine_info: EngineInfo, tmp_path: Path
 ) -> None:
-    found = PromptAdapters(BOTH).get(adapter(tmp_path))
+    tuned = adapter(tmp_path)
     intake = intake_of(engine_info)
     params = SamplingParams(max_tokens=5000, prompt_logprobs=0)
-    prepared = intake.prepare([7, 8, 9], params, "r", 1, prompt_adapter=found)
+    prepared = intake.prepare([7, 8, 9], params, "r", prompt_adapter_request=tuned)
     content = prepared.request.prompt
     assert content.token_ids == [0, 0, 0, 7, 8, 9] and [(m.start, m.end) for m in content.media] == [(0, 3)]
     assert prepared.request.params.max_tokens == 4096 - 6
-    both = intake.prepare({"prompt_embeds": ROWS}, SamplingParams(), "r", 1, prompt_adapter=found)
+    both = intake.prepare({"prompt_embeds": ROWS}, SamplingParams(), "r", prompt_adapter_request=tuned)
     assert [(m.start, m.end) for m in both.request.prompt.media] == [(0, 3), (3, 6)]
 
     state = RequestState(prepared.request, None, None, num_virtual_tokens=prepared.num_virtual_tokens)
@@ -345,7 +345,7 @@ def test_files_of_adapters_are_not_read_on_the_event_loop(
         async for _ in engine.generate("w2", prompt_adapter_request=PromptAdapterRequest("a", 1, "/a")):
             pass
 
-    monkeypatch.setattr(engine.session.prompt_adapters, "get", get)
+    monkeypatch.setattr(engine.session.intake.prompt_adapters, "get", get)
     with pytest.raises(ValueError, match="read"):
         asyncio.run(generate())
     engine.shutdown()

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from pagewire.frontend.requests.checked_params import params_for
 from pagewire.frontend.requests.inputs import (
     Intake,
     Prepared,
     is_embeds_prompt,
     is_tokens_prompt,
-    params_for,
     prompts_of,
 )
 from pagewire.frontend.requests.pooling import inputs as pooling
@@ -49,7 +49,7 @@ def intake(info: EngineInfo, tokenizers: dict[str, Tokenizer]) -> Intake:
 @pytest.fixture
 def prepare(intake: Intake) -> Callable[..., Prepared]:
     def prepare(prompt: Any, **params: Any) -> Prepared:
-        return intake.prepare(prompt, SamplingParams(**params), "id", 3)
+        return intake.prepare(prompt, SamplingParams(**params), "id")
 
     return prepare
 
@@ -61,7 +61,7 @@ def test_a_text(intake: Intake, prepare: Callable[..., Prepared]) -> None:
     assert intake.tokenizer is not None
     assert request.prompt.token_ids == intake.tokenizer.encode("The fox")
     assert request.prompt.token_ids[0] == intake.tokenizer.bos_token_id
-    assert (request.key, request.request_id, request.eos_token_id, request.priority) == (3, "id", 2, 0)
+    assert (request.key, request.request_id, request.eos_token_id, request.priority) == (0, "id", 2, 0)
     assert prepare(TextPrompt(prompt="The fox")).request.prompt.token_ids == request.prompt.token_ids
 
 
@@ -187,34 +187,34 @@ def test_bad_parameters(params: dict[str, Any], message: str, prepare: Callable[
 )
 def test_a_place_in_the_queue(info: EngineInfo, place: dict[str, Any], error: str) -> None:
     """Whatever is to be done with the prompt."""
-    place = {"request_id": "id", "key": 0} | place
+    place = {"request_id": "id"} | place
     with pytest.raises((ValueError, TypeError), match=error):
         Intake(info, None).prepare([1], None, **place)
     pools = msgspec.structs.replace(info, pooling=PoolingInfo(["embed"], "LAST", 2))
     with pytest.raises((ValueError, TypeError), match=error):
-        pooling.prepare(Intake(pools, None), [1], pooling.completed(None, pools), **place)
+        pooling.prepare_pooling(Intake(pools, None), [1], pooling.check_pooling_params(None, pools), **place)
 
 
 def test_priorities_of_an_engine_that_schedules_by_them(info: EngineInfo) -> None:
     intake = Intake(msgspec.structs.replace(info, scheduling_policy="priority"), None)
-    assert intake.prepare([1], None, "id", 0, priority=-5, age=60.0).request.priority == -5
+    assert intake.prepare([1], None, "id", priority=-5, age=60.0).request.priority == -5
 
 
 def test_bad_arguments(intake: Intake) -> None:
     with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got dict"):
-        intake.prepare("a", {"n": 1}, "id", 0)  # type: ignore[arg-type]
+        intake.prepare("a", {"n": 1}, "id")  # type: ignore[arg-type]
 
 
 def test_without_a_tokenizer(info: EngineInfo) -> None:
     intake = Intake(info, None)
-    assert intake.prepare([1], SamplingParams(), "id", 0).request.eos_token_id == 2
+    assert intake.prepare([1], SamplingParams(), "id").request.eos_token_id == 2
     for prompt, params, message in (
         ("text", {}, "there is no tokenizer"),
         ([1], {"stop": "x"}, "stop strings need a tokenizer"),
         ([1], {"bad_words": ["x"]}, "bad_words need a tokenizer"),
     ):
         with pytest.raises(ValueError, match=message):
-            intake.prepare(prompt, SamplingParams(**params), "id", 0)  # type: ignore[arg-type]
+            intake.prepare(prompt, SamplingParams(**params), "id")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_truncation_saves_a_long_prompt(prepare: Callable[..., Prepared]) -> Non
 def test_parameters_are_copied(intake: Intake) -> None:
     params = SamplingParams(max_tokens=None, stop=["a"], bad_words=["fox"])
     before = params.clone()
-    prepared = intake.prepare("The", params, "id", 0)
+    prepared = intake.prepare("The", params, "id")
     assert params == before
     assert prepared.request.params is not params
 
@@ -266,9 +266,9 @@ def test_parameters_are_copied(intake: Intake) -> None:
 def test_further_ends_of_sequence(info: EngineInfo, tokenizers: dict[str, Tokenizer]) -> None:
     info = msgspec.structs.replace(info, generation_config={"eos_token_id": [2, 9, 8]})
     intake = Intake(info, tokenizers["byte_level"])
-    params = intake.prepare([1], SamplingParams(stop_token_ids=[5]), "id", 0).request.params
+    params = intake.prepare([1], SamplingParams(stop_token_ids=[5]), "id").request.params
     assert params.stop_token_ids == [5, 8, 9]
-    params = intake.prepare([1], SamplingParams(ignore_eos=True), "id", 0).request.params
+    params = intake.prepare([1], SamplingParams(ignore_eos=True), "id").request.params
     assert params.stop_token_ids is None
 
 
@@ -276,14 +276,14 @@ def test_the_end_of_sequence_of_the_tokenizer(info: EngineInfo, tokenizers: dict
     info = msgspec.structs.replace(info, eos_token_id=None)
     tokenizer = tokenizers["byte_level"]
     assert tokenizer.eos_token_id == 2
-    assert Intake(info, tokenizer).prepare([1], None, "id", 0).request.eos_token_id == 2
-    assert Intake(info, None).prepare([1], None, "id", 0).request.eos_token_id is None
+    assert Intake(info, tokenizer).prepare([1], None, "id").request.eos_token_id == 2
+    assert Intake(info, None).prepare([1], None, "id").request.eos_token_id is None
 
 
 @pytest.mark.parametrize("family", ["byte_level", "llama_2"])
 def test_bad_words_in_all_spellings(family: str, info: EngineInfo, tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers[family]
-    request = Intake(info, tokenizer).prepare([1], SamplingParams(bad_words=["fox", " dog"]), "id", 0).request
+    request = Intake(info, tokenizer).prepare([1], SamplingParams(bad_words=["fox", " dog"]), "id").request
     words = request.params.bad_words_token_ids
     assert words is not None
     texts = {tokenizer.decode(ids).strip() for ids in words}
@@ -298,7 +298,7 @@ def test_bad_words_in_all_spellings(family: str, info: EngineInfo, tokenizers: d
 def test_seeds(info: EngineInfo, tokenizers: dict[str, Tokenizer]) -> None:
     def seeds(engine_seed: int, salt: int, n: int = 50) -> list[int]:
         intake = Intake(msgspec.structs.replace(info, seed=engine_seed), None, salt)
-        return [intake.prepare([1], SamplingParams(), "id", 0).request.seed for _ in range(n)]
+        return [intake.prepare([1], SamplingParams(), "id").request.seed for _ in range(n)]
 
     first = seeds(0, 0)
     assert first == seeds(0, 0)
@@ -306,7 +306,7 @@ def test_seeds(info: EngineInfo, tokenizers: dict[str, Tokenizer]) -> None:
     assert len(every) == 4 * 4 * 50
     assert all(0 <= seed < 2**63 for seed in every)
     assert max(seeds(2**63 - 1, 2**64)) < 2**63
-    given = Intake(info, None).prepare([1], SamplingParams(seed=-(2**63)), "id", 0)
+    given = Intake(info, None).prepare([1], SamplingParams(seed=-(2**63)), "id")
     assert given.request.seed == -(2**63)
 
 

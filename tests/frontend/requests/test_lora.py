@@ -14,8 +14,8 @@ import pytest
 
 import pagewire
 from pagewire.frontend.api.llm import LLM
+from pagewire.frontend.core.custody import request_to_resume
 from pagewire.frontend.core.mailbox import Inbox
-from pagewire.frontend.core.open_requests import resumed
 from pagewire.frontend.requests import adapter_book
 from pagewire.frontend.requests.adapter_book import AdapterBook
 from pagewire.frontend.requests.lora import LoRARequest, for_each
@@ -261,10 +261,12 @@ def test_a_request_goes_on_with_the_same_content_or_not_at_all(core: FakeCore, l
     """On another core, which reads the files anew."""
     core.auto = False
     session, inbox = llm.session, Inbox()
-    prepared = session.prepare("w2", SamplingParams(), "r", lora_request=LoRARequest("b", 2))
+    prepared = session.intake.prepare("w2", SamplingParams(), "r", lora_request=LoRARequest("b", 2))
     (state,) = session.submit([prepared], inbox)
-    assert resumed(state).prompt.adapter == b""
+    assert request_to_resume(state).prompt.adapter == b""
     core.tokens(state.key, [3], adapter=b"content")
     inbox.get()
-    assert resumed(state).prompt.adapter == b"content" and resumed(state).output_token_ids == [[3]]
+    assert request_to_resume(state).prompt.adapter == b"content" and request_to_resume(
+        state
+    ).output_token_ids == [[3]]
     session.abort([state])

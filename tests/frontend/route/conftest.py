@@ -15,9 +15,9 @@ from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.requests.outputs import RequestState
 from pagewire.frontend.route import members, places
-from pagewire.frontend.route.engine import routed
+from pagewire.frontend.route.engine import open_router
 from pagewire.frontend.route.fleet import Fleet
-from pagewire.frontend.route.places import running
+from pagewire.frontend.route.places import running_place
 from pagewire.ipc.wire.messages import EngineInfo
 from tests.frontend.conftest import PATIENCE
 from tests.frontend.mortal_core import Keeper, Kills, MortalCore
@@ -43,7 +43,7 @@ class Cores:
 
     def open(self, *addresses: str, **options: Any) -> Session:
         """A session on cores at these addresses."""
-        self.engine = routed([running(address) for address in addresses], **options)
+        self.engine = open_router([running_place(address) for address in addresses], **options)
         session: Session = self.engine.session
         return session
 
@@ -58,9 +58,9 @@ class Cores:
 
     def close(self) -> None:
         if self.engine is not None:
-            self.engine.session._requests.validate()
+            self.engine.session.validate()
             self.engine.shutdown()
-            self.engine.session._requests.validate()
+            self.engine.session.validate()
         for core in self.cores:
             core.close()
 

@@ -82,7 +82,10 @@ def submit(session: Session, inbox: Inbox, *names: str, adapter: str | None = "s
     params = SamplingParams(max_tokens=5, temperature=0.0, detokenize=False)
     named = None if adapter is None else LoRARequest(adapter, 7)
     return session.submit(
-        [session.prepare({"prompt_token_ids": [5, 6]}, params, name, lora_request=named) for name in names],
+        [
+            session.intake.prepare({"prompt_token_ids": [5, 6]}, params, name, lora_request=named)
+            for name in names
+        ],
         inbox,
     )
 

@@ -13,11 +13,11 @@ import pytest
 from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.requests.outputs import RequestState
-from pagewire.frontend.requests.pooling.inputs import completed
+from pagewire.frontend.requests.pooling.inputs import check_pooling_params, prepare_pooling
 from pagewire.frontend.route import places
-from pagewire.frontend.route.engine import routed
+from pagewire.frontend.route.engine import open_router
 from pagewire.frontend.route.fleet import Fleet
-from pagewire.frontend.route.places import running
+from pagewire.frontend.route.places import running_place
 from pagewire.frontend.route.replica import CorePlace, ReplicaState
 from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
 from pagewire.ipc.options.engine_args import EngineArgs
@@ -39,7 +39,7 @@ def submit(
     """Requests with these names."""
     params = SamplingParams(max_tokens=length, temperature=0.0, detokenize=False)
     tokens = {"prompt_token_ids": prompt or [5, 6]}
-    return session.submit([session.prepare(tokens, params, name) for name in names], inbox)  # type: ignore[arg-type]
+    return session.submit([session.intake.prepare(tokens, params, name) for name in names], inbox)  # type: ignore[arg-type]
 
 
 NAMES = ("a", "b", "c", "d", "e", "f")
@@ -149,7 +149,7 @@ def test_requests_of_a_drained_core_can_be_moved(cores: Cores) -> None:
 @pytest.fixture
 def nowhere(tmp_path: Path) -> CorePlace:
     """The place of a core that is not there, or not yet; it is given up soon."""
-    place = running(f"ipc://{tmp_path}/late.sock")
+    place = running_place(f"ipc://{tmp_path}/late.sock")
     place.source._timeout = 0.1  # type: ignore[attr-defined]
     return place
 
@@ -176,11 +176,11 @@ def test_a_core_can_join(cores: Cores, nowhere: CorePlace) -> None:
 
 def test_spawned_cores_must_not_be_in_each_others_way() -> None:
     with pytest.raises(ValueError, match="kv_events: cores that are spawned together"):
-        places.spawned(EngineArgs(kv_events="ipc:///tmp/events"), 0, 2)
+        places.spawned_place(EngineArgs(kv_events="ipc:///tmp/events"), 0, 2)
     with pytest.raises(ValueError, match="tensor_parallel_size"):
-        places.spawned(EngineArgs(device="cuda", tensor_parallel_size=2), 0, 1)
+        places.spawned_place(EngineArgs(device="cuda", tensor_parallel_size=2), 0, 1)
     assert [
-        places.spawned(EngineArgs(device="cuda"), i, 2).source._args.device  # type: ignore[attr-defined]
+        places.spawned_place(EngineArgs(device="cuda"), i, 2).source._args.device  # type: ignore[attr-defined]
         for i in (0, 1)
     ] == ["cuda:0", "cuda:1"]
 
@@ -192,7 +192,7 @@ def test_cores_of_different_models_are_refused(cores: Cores) -> None:
 
 def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, nowhere: CorePlace) -> None:
     here = cores.new()
-    cores.engine = routed([running(here), nowhere])
+    cores.engine = open_router([running_place(here), nowhere])
     session = cores.engine.session
     assert [replica.state for replica in cores.fleet.members] == [ReplicaState.UP, ReplicaState.JOINING]
     late = MortalCore(nowhere.label, cores.info, NEVER)
@@ -218,7 +218,7 @@ def test_a_core_that_comes_back_as_another_engine_is_left(cores: Cores) -> None:
 
 def test_no_core_at_all(nowhere: CorePlace) -> None:
     with pytest.raises(EngineDeadError, match="no engine core answers"):
-        routed([nowhere])
+        open_router([nowhere])
 
 
 class SilentCores:
@@ -228,7 +228,7 @@ class SilentCores:
         self.cores = [new_core("0"), new_core("1")]
         for core in self.cores:
             core.calls["follow_blocks"] = lambda: True
-        self.engine = routed([running(core.address) for core in self.cores])
+        self.engine = open_router([running_place(core.address) for core in self.cores])
         self.session = self.engine.session
         fleet = self.session.connection
         assert isinstance(fleet, Fleet)
@@ -323,7 +323,7 @@ def test_what_a_core_sends_of_a_request_that_went_elsewhere_is_dropped(silent: S
     """Such as the refusals of the other sequences, in a later message."""
     params = SamplingParams(n=2, max_tokens=5, detokenize=False)
     (state,) = silent.session.submit(
-        [silent.session.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
+        [silent.session.intake.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
     )
     first = silent.core_of(state)
     refusal = {"finish_reason": "error", "error": "full", "error_type": "EngineBusyError"}
@@ -342,7 +342,7 @@ def test_a_sequence_that_ends_twice_leaves_the_others_on_the_core(silent: Silent
     """It is aborted for a stop string while its end is on the way. The request must still go on elsewhere."""
     params = SamplingParams(n=2, max_tokens=5, detokenize=False)
     (state,) = silent.session.submit(
-        [silent.session.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
+        [silent.session.intake.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
     )
     silent.fleet.abort(sequences=[(state.key, 0)])
     silent.cores[0].tokens(state.key, [3], index=0, finish_reason="length")
@@ -365,14 +365,16 @@ def test_a_request_to_pool_starts_anew_on_another_core(
     cores = [new_core(name) for name in "0123"]
     for core, pooling in zip(cores, (mean, mean, None, PoolingInfo(["embed"], "LAST", 2)), strict=True):
         core.info = msgspec.structs.replace(engine_info, pooling=pooling)
-    engine = routed([running(core.address) for core in cores[:2]])
+    engine = open_router([running_place(core.address) for core in cores[:2]])
     session, inbox = engine.session, Inbox()
     try:
         for core in cores[2:]:
             with pytest.raises(ValueError, match="no replica of the others: pooling is"):
                 session.connection.add(core.address)  # type: ignore[attr-defined]
-        params = completed(None, session.info)
-        prepared = [session.prepare_pooling({"prompt_token_ids": [5, 6]}, params, name) for name in "ab"]
+        params = check_pooling_params(None, session.info)
+        prepared = [
+            prepare_pooling(session.intake, {"prompt_token_ids": [5, 6]}, params, name) for name in "ab"
+        ]
         states = session.submit(prepared, inbox)
         assert cores[0].expect(Submit).requests == [prepared[0].request]
         cores[0].close()
@@ -464,7 +466,7 @@ def test_a_core_that_answers_nothing_else_does_not_join(
 ) -> None:
     right, wrong = new_core("right"), new_core("wrong")
     wrong.fences, wrong.welcomes, wrong.pongs = False, greets, greets
-    engine = routed([running(right.address), running(wrong.address)])
+    engine = open_router([running_place(right.address), running_place(wrong.address)])
     fleet = engine.session.connection
     assert isinstance(fleet, Fleet)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.route.gathering import REPORT_SECONDS, Check, gather, merged
+from pagewire.frontend.route.gathering import REPORT_SECONDS, Check, gather, merge_answers
 from pagewire.ipc.errors import EngineDeadError, ProtocolError
 from tests.frontend.conftest import PATIENCE
 
@@ -24,7 +24,7 @@ def answered(value: Any) -> Future[Any]:
 
 def gathered(method: str, *calls: Future[Any], check: Check = lambda number, answer: answer) -> Future[Any]:
     """What calls to several cores come to."""
-    return gather(method, dict(enumerate(calls)), check, lambda answers: merged(method, answers))
+    return gather(method, dict(enumerate(calls)), check, lambda answers: merge_answers(method, answers))
 
 
 def test_answers_of_several_cores_come_as_one() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.frontend.route.ledger import Work
-from pagewire.frontend.route.placement import RUNNING_TOKENS, CoreLoad, choose, cost, next_in_turn
+from pagewire.frontend.route.placement import RUNNING_TOKENS, CoreLoad, choose_core, cost, next_in_turn
 from pagewire.frontend.route.prefix_index import PrefixIndex
 from pagewire.ipc.wire.block_names import prompt_names
 from pagewire.ipc.wire.items import Prompt
@@ -37,33 +37,33 @@ candidates = st.lists(
 def test_no_core_is_cheaper_than_the_chosen_one(
     candidates: list[CoreLoad], num_tokens: int, last: int | None
 ) -> None:
-    core = choose(num_tokens, candidates, last)
+    core = choose_core(num_tokens, candidates, last)
     costs = {candidate.core: cost(candidate, num_tokens) for candidate in candidates}
     assert costs[core] == min(costs.values())
     if costs.get(last if last is not None else -1) == min(costs.values()):
         assert core == last  # sticky where equal
-    assert choose(num_tokens, candidates[::-1], last) == core  # the order tells nothing
+    assert choose_core(num_tokens, candidates[::-1], last) == core  # the order tells nothing
 
 
 def test_a_prefix_outweighs_a_short_queue_and_a_long_queue_any_prefix() -> None:
     warm, cold = CoreLoad(0, num_cached=480), CoreLoad(1)
-    assert choose(500, [cold, warm]) == 0
-    assert choose(500, [cold, CoreLoad(0, num_cached=480, num_waiting=400)]) == 0
-    assert choose(500, [cold, CoreLoad(0, num_cached=480, num_waiting=600)]) == 1
-    assert choose(500, [cold, CoreLoad(0, num_cached=480, num_running=480 // RUNNING_TOKENS + 1)]) == 1
+    assert choose_core(500, [cold, warm]) == 0
+    assert choose_core(500, [cold, CoreLoad(0, num_cached=480, num_waiting=400)]) == 0
+    assert choose_core(500, [cold, CoreLoad(0, num_cached=480, num_waiting=600)]) == 1
+    assert choose_core(500, [cold, CoreLoad(0, num_cached=480, num_running=480 // RUNNING_TOKENS + 1)]) == 1
 
 
 def test_equal_cores_are_filled_evenly() -> None:
     placed: Counter[int] = Counter()
     for _ in range(9):
-        placed[choose(5, [CoreLoad(core, num_placed=placed[core]) for core in range(3)])] += 1
+        placed[choose_core(5, [CoreLoad(core, num_placed=placed[core]) for core in range(3)])] += 1
     assert set(placed.values()) == {3}
     assert [next_in_turn([CoreLoad(7), CoreLoad(3)], turn) for turn in range(4)] == [3, 7, 3, 7]
 
 
 def test_there_must_be_a_core() -> None:
     with pytest.raises(ValueError):
-        choose(5, [])
+        choose_core(5, [])
 
 
 operations = st.lists(

@@ -32,7 +32,7 @@ def test_a_small_text_does_not_wait_behind_large_ones(
     path: str, serve: Callable[..., Client], core: FakeCore, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core.auto = True
-    client, tokenizer = serve(), engine.session.tokenizer
+    client, tokenizer = serve(), engine.session.intake.tokenizer
     assert tokenizer is not None
     begun, release = threading.Semaphore(0), threading.Event()
     encode_batch = tokenizer.encode_batch

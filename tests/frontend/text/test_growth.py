@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.text import growth
-from pagewire.frontend.text.sandbox import compile_source, environment, render
+from pagewire.frontend.text.sandbox import compile_source, render, sandbox_environment
 
 # Methods whose results have at most three characters for one of the text, or are no texts.
 FLAT_METHODS = [
@@ -195,9 +195,9 @@ def test_each_method_of_lists_and_dicts_is_known() -> None:
 
 
 def test_each_filter_and_global_is_known() -> None:
-    assert environment().filters.keys() == {*FLAT_FILTERS, *GROWING_FILTERS}
+    assert sandbox_environment().filters.keys() == {*FLAT_FILTERS, *GROWING_FILTERS}
     names = {"cycler", "dict", "joiner", "namespace", "raise_exception", "range", "strftime_now"}
-    assert environment().globals.keys() == names
+    assert sandbox_environment().globals.keys() == names
 
 
 @pytest.mark.parametrize("name", FLAT_METHODS)
@@ -221,7 +221,7 @@ def test_growth_is_refused(source: str, small: None) -> None:
 def test_nothing_is_computed_while_a_template_is_compiled() -> None:
     """There are no limits then; Jinja would put the results of constants into the code."""
     source = "{{ 'a' | center(9999999) }}" * 1000
-    assert "9999999" in environment().compile(source, raw=True)
+    assert "9999999" in sandbox_environment().compile(source, raw=True)
     with pytest.raises(ValueError, match="more than"):
         render(compile_source(source), {})
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.frontend.text import render_process
 from pagewire.frontend.text.chat_template import render_chat
-from pagewire.frontend.text.render_process import processes
+from pagewire.frontend.text.render_process import render_processes
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -48,11 +48,11 @@ def test_a_template_that_never_ends_is_ended_and_refused_at_once_when_it_comes_a
 ) -> None:
     with pytest.raises(ValueError, match=r"fails on the conversation: it (takes|needs) more than"):
         rendered(tokenizer, template)
-    server = processes().pid
+    server = render_processes().pid
     assert rendered(tokenizer, PLAIN) == "hi"
     with pytest.raises(ValueError, match=r"fails on the conversation: it (takes|needs) more than"):
         rendered(tokenizer, template)
-    assert processes().pid == server is not None
+    assert render_processes().pid == server is not None
 
 
 def test_errors_of_templates_come_back_as_they_are(tokenizer: Tokenizer) -> None:
@@ -72,7 +72,7 @@ def test_options_hold_there_too(tokenizer: Tokenizer) -> None:
 
 def test_a_lost_job_server_is_replaced(tokenizer: Tokenizer) -> None:
     assert rendered(tokenizer, PLAIN) == "hi"
-    server = processes().pid
+    server = render_processes().pid
     assert server is not None
     os.kill(server, signal.SIGKILL)
-    assert rendered(tokenizer, PLAIN) == "hi" and processes().pid != server
+    assert rendered(tokenizer, PLAIN) == "hi" and render_processes().pid != server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.files.hub_names import HubName, chosen, hub_name, quantisation_of
+from pagewire.ipc.files.hub_names import HubName, choose_gguf, hub_name, quantisation_of
 from pagewire.ipc.files.names import short_name
 
 
@@ -119,8 +119,8 @@ FILES = [
 )
 def test_the_file_that_is_meant(tag: str | None, left_out: str, files: list[str]) -> None:
     there = [file for file in FILES if not left_out or left_out not in file]
-    assert chosen(there, HubName("a/b", tag)) == files
-    assert chosen(reversed(there), HubName("a/b", tag)) == files
+    assert choose_gguf(there, HubName("a/b", tag)) == files
+    assert choose_gguf(reversed(there), HubName("a/b", tag)) == files
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_the_file_that_is_meant(tag: str | None, left_out: str, files: list[str]
 )
 def test_what_is_not_there_is_said(tag: str, message: str) -> None:
     with pytest.raises(ModelNotFoundError, match=message):
-        chosen(FILES, HubName("a/b", tag))
+        choose_gguf(FILES, HubName("a/b", tag))
 
 
 def test_a_repository_without_gguf_files_has_no_quantisations() -> None:
     with pytest.raises(ModelNotFoundError, match="a/b has no 'Q4_K_M'; it has: no GGUF file"):
-        chosen(["config.json", "model.safetensors"], HubName("a/b", "Q4_K_M"))
+        choose_gguf(["config.json", "model.safetensors"], HubName("a/b", "Q4_K_M"))

@@ -17,7 +17,14 @@ from pagewire.ipc.files import repository
 from pagewire.ipc.files.hub import model_folder
 from pagewire.ipc.files.hub_names import HubName, hub_name
 from pagewire.ipc.files.pull import PullProgress, PullStoppedError, pull
-from pagewire.ipc.files.pulled import PulledModel, locked, path_of, pulled_models, pulled_root, remove
+from pagewire.ipc.files.pulled import (
+    PulledModel,
+    lock_model,
+    pulled_models,
+    pulled_root,
+    remove,
+    weights_path,
+)
 from pagewire.ipc.files.repository import RepositoryFile
 from tests.ipc.files.hub_server import use_hub
 from tests.ipc.files.stores import HubHandler, Store
@@ -73,7 +80,7 @@ def test_a_quantisation_of_a_repository(hub: Store, caplog: pytest.LogCaptureFix
         "hf:a/gguf is M-Q4_K_M.gguf of a/gguf; its projector of pictures (mmproj) is left out" in caplog.text
     )
     assert model.name == "hf:a/gguf:Q4_K_M" and names() == [model.name]
-    path = path_of(model)
+    path = weights_path(model)
     assert path.read_bytes() == WEIGHTS and pulled_root() in path.parents
     assert model_folder("hf:a/gguf:q4_k_m") == model_folder("hf:a/gguf") == path
     assert [read for read, _ in hub.reads] == ["a/gguf/M-Q4_K_M.gguf"]
@@ -92,7 +99,7 @@ def test_a_quantisation_of_a_repository(hub: Store, caplog: pytest.LogCaptureFix
 
 def test_all_parts_of_a_split_file(hub: Store) -> None:
     model, _ = pulled("hf:a/split:Q2_K")
-    path = path_of(model)
+    path = weights_path(model)
     assert path.name == "M-Q2_K-00001-of-00002.gguf" and len(model.files) == 2
     assert path.with_name("M-Q2_K-00002-of-00002.gguf").read_bytes() == b"GGUF small"
     assert model.num_bytes == len(WEIGHTS) + 10
@@ -101,7 +108,7 @@ def test_all_parts_of_a_split_file(hub: Store) -> None:
 def test_a_repository_without_gguf_files(hub: Store) -> None:
     """No pickles, no code, nothing twice; each file is checked, small ones by the digest that Git gives them."""
     model, _ = pulled("hf:a/plain")
-    folder = path_of(model)
+    folder = weights_path(model)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert model.name == "hf:a/plain"
     assert found == {"config.json", "model.safetensors", "1_Pooling/config.json"}
@@ -140,7 +147,7 @@ def test_a_pull_that_nobody_wants_stops_and_keeps_what_it_has(
         pull(HubName("a/gguf"), None, report, stop)
     assert names() == []
     pulled("hf:a/gguf")
-    assert path_of(pulled_models()[0]).read_bytes() == WEIGHTS and 0 < hub.reads[1][1] < len(WEIGHTS)
+    assert weights_path(pulled_models()[0]).read_bytes() == WEIGHTS and 0 < hub.reads[1][1] < len(WEIGHTS)
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -165,7 +172,7 @@ def test_what_is_not_what_the_hub_says_is_removed(
         path for path in pulled_root().rglob("*") if path.is_file() and path.stat().st_size
     ]
     pulled("hf:a/gguf")
-    assert path_of(pulled_models()[0]).read_bytes() == WEIGHTS
+    assert weights_path(pulled_models()[0]).read_bytes() == WEIGHTS
 
 
 def test_a_newer_commit_replaces_only_what_has_changed(hub: Store) -> None:
@@ -175,7 +182,7 @@ def test_a_newer_commit_replaces_only_what_has_changed(hub: Store) -> None:
     assert again.commit != first.commit and len(hub.reads) == 1
     hub.files["a/gguf/M-Q4_K_M.gguf"] = WEIGHTS[::-1]
     newer, _ = pulled("hf:a/gguf")
-    assert path_of(newer).read_bytes() == WEIGHTS[::-1] and not path_of(first).exists()
+    assert weights_path(newer).read_bytes() == WEIGHTS[::-1] and not weights_path(first).exists()
     assert [model.commit for model in pulled_models()] == [newer.commit]
 
 
@@ -191,7 +198,7 @@ def test_a_disk_without_room(hub: Store, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_one_pull_of_a_name_at_a_time(hub: Store) -> None:
-    with locked(HubName("a/gguf", "Q4_K_M")):
+    with lock_model(HubName("a/gguf", "Q4_K_M")):
         with pytest.raises(BlockingIOError, match="hf:a/gguf:Q4_K_M is being pulled or removed"):
             pulled("hf:a/gguf")
         with pytest.raises(BlockingIOError):

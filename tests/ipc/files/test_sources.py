@@ -144,7 +144,7 @@ def test_what_s3_refuses(bucket: Store, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_file_that_changes_meanwhile(
     bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch = s3.fetch
+    fetch = s3.fetch_object
 
     def changing(store: Any, blobs: Path, file: s3.StoredFile) -> None:
         bucket.files[file.path] = b"[]"

@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.auth
 
-from pagewire.ipc.host.gate import Gate, Peer, described, owner_of
+from pagewire.ipc.host.gate import Gate, Peer, owner_of, read_peer
 from pagewire.ipc.wire.sockets import CurveKeys, bind_router, new_dealer, next_event, receive_from, send
 
 WAIT_MS = 20_000
@@ -144,10 +144,10 @@ def test_with_keys_a_socket_is_guarded_by_itself(new_gate: Gates, tmp_path: Path
 
 
 def test_a_library_that_tells_no_user_ids_lets_nobody_in() -> None:
-    assert described(b"tcp", b"::1", b"", b"NULL") == Peer("::1")
-    assert described(b"ipc", b"localhost:1000:100:42", b"", b"NULL") == Peer("localhost:1000:100:42", 1000)
+    assert read_peer(b"tcp", b"::1", b"", b"NULL") == Peer("::1")
+    assert read_peer(b"ipc", b"localhost:1000:100:42", b"", b"NULL") == Peer("localhost:1000:100:42", 1000)
     with pytest.raises(PermissionError, match="does not report the user"):
-        described(b"ipc", b"localhost", b"", b"NULL")
+        read_peer(b"ipc", b"localhost", b"", b"NULL")
 
 
 def test_a_certificate_that_others_can_change_is_refused(tmp_path: Path) -> None:

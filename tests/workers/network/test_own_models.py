@@ -168,7 +168,7 @@ def test_a_worker_loads_the_plugins_of_its_core(site: Path, tmp_path: Path) -> N
     """Or says which one it lacks. Its registrations are taken afterwards, and so in place of the plugins'."""
     take_registrations(Registrations({"AcmeForCausalLM": "acme.model:AcmeModel"}, plugins=("acme",)))
     own_package.write(tmp_path)
-    assert registrations.registered().models == {"AcmeForCausalLM": "acme.model:AcmeModel"}
+    assert registrations.all_registrations().models == {"AcmeForCausalLM": "acme.model:AcmeModel"}
     assert read_configs(tmp_path)[0]["num_hidden_layers"] == own_package.LAYERS
     # A table that is registered is read even where the repository's code may run.
     path = tmp_path / "config.json"
@@ -186,7 +186,7 @@ def test_its_packed_weights_are_not_kept(site: Path, tmp_path: Path) -> None:
     config: dict[str, Any] = {"weight_cache": True}
     assert reason_against(WorkerConfig(str(tmp_path / "model"), **config)) is None
     register()
-    config["registrations"] = registrations.registered()
+    config["registrations"] = registrations.all_registrations()
     reason = reason_against(WorkerConfig(str(tmp_path / "model"), **config))
     assert reason is not None and "registered from code that lies elsewhere" in reason
     assert reason_against(WorkerConfig(str(SERVED["llama"].write(tmp_path)), **config)) is None

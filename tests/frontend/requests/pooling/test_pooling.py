@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pagewire.frontend.requests.inputs import Intake
-from pagewire.frontend.requests.pooling.inputs import completed, prepare
+from pagewire.frontend.requests.pooling.inputs import check_pooling_params, prepare_pooling
 from pagewire.frontend.requests.pooling.outputs import PoolingOutput
 from pagewire.frontend.requests.pooling.scoring import cosine, max_sim, pairs_of
-from pagewire.frontend.requests.pooling.text import beginning, encode, shares
+from pagewire.frontend.requests.pooling.text import encode, shares, take_beginning
 from pagewire.frontend.text.prompts import TextPair
 from pagewire.frontend.text.tokenizer import load_tokenizer
 from pagewire.ipc.wire.codec import Tensor
@@ -64,7 +64,7 @@ def test_a_long_text_costs_what_its_beginning_costs(tokenizer: Any) -> None:
             sizes.append(len(part))
             return original(part, special)  # type: ignore[no-any-return]
 
-    part = beginning(Counting(), text, 64)  # type: ignore[arg-type]
+    part = take_beginning(Counting(), text, 64)  # type: ignore[arg-type]
     assert sum(sizes) < 20_000 and text.startswith(part)
     assert encode(tokenizer, text, None, 64, 64) == encode(tokenizer, text[:5000], None, 64, 64)
     assert len(encode(tokenizer, "ab" * 300_000, None, 64, 64).token_ids) == 3
@@ -75,14 +75,14 @@ def test_requests_of_texts_and_pairs(tokenizer: Any) -> None:
         ["embed"], "MEAN", 8, token_types=True, prompts={"query": "query : "}, default_prompt_name=None
     )
     intake = Intake(info(pooling), tokenizer)
-    params = completed(PoolingParams(prompt_name="query"), intake.info)
+    params = check_pooling_params(PoolingParams(prompt_name="query"), intake.info)
     assert (params.task, params.all_tokens) == ("embed", True)
     plain, named, pair = (
-        prepare(intake, prompt, own, "r", 1).request
+        prepare_pooling(intake, prompt, own, "r").request
         for prompt, own in (
-            ("cat", completed(None, intake.info)),
+            ("cat", check_pooling_params(None, intake.info)),
             ({"prompt": "cat", "cache_salt": "s"}, params),
-            (TextPair("cat", "dog"), completed(None, intake.info)),
+            (TextPair("cat", "dog"), check_pooling_params(None, intake.info)),
         )
     )
     ids = {word: tokenizer.original.token_to_id(word) for word in ("cat", "dog", "query", ":")}
@@ -100,9 +100,9 @@ def test_token_types_of_token_ids(tokenizer: Any) -> None:
         intake = Intake(info(PoolingInfo(["embed"], "MEAN", 8, token_types=has_types)), tokenizer)
 
         def second(types: Any, **fields: Any) -> int:
-            params = completed(PoolingParams(**fields), intake.info)  # noqa: B023
+            params = check_pooling_params(PoolingParams(**fields), intake.info)  # noqa: B023
             prompt = {"prompt_token_ids": ids, "token_type_ids": types}
-            task = prepare(intake, prompt, params, "r", 1).request.task  # noqa: B023
+            task = prepare_pooling(intake, prompt, params, "r").request.task  # noqa: B023
             assert isinstance(task, PoolingParams)
             return task.second_segment
 
@@ -121,7 +121,9 @@ def test_token_types_of_token_ids(tokenizer: Any) -> None:
         with pytest.raises(TypeError, match="must be a list of 0 and 1, got 'no'"):
             second("no")
         with pytest.raises(ValueError, match=r"token_type_ids: .* with token ids"):
-            prepare(intake, {"prompt": "cat", "token_type_ids": [0]}, completed(None, intake.info), "r", 1)
+            prepare_pooling(
+                intake, {"prompt": "cat", "token_type_ids": [0]}, check_pooling_params(None, intake.info), "r"
+            )
 
 
 EMBEDDER = info(PoolingInfo(["embed"], "LAST", 8))
@@ -139,12 +141,12 @@ EMBEDDER = info(PoolingInfo(["embed"], "LAST", 8))
 )
 def test_parameters_that_do_not_fit(params: PoolingParams, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        completed(params, EMBEDDER)
+        check_pooling_params(params, EMBEDDER)
 
 
 def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
     intake = Intake(EMBEDDER, tokenizer)
-    params = completed(None, EMBEDDER)
+    params = check_pooling_params(None, EMBEDDER)
     for prompt, text in (
         ("cat " * 60, "maximum context length is 32"),
         ([1] * 33, "maximum context length is 32"),
@@ -155,18 +157,18 @@ def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
         (TextPair("cat", "dog", ""), "cache_salt must not be empty"),
     ):
         with pytest.raises(ValueError, match=text):
-            prepare(intake, prompt, params, "r", 1)
+            prepare_pooling(intake, prompt, params, "r")
     named = PoolingParams(task="embed", prompt_name="query")
     for prompt, text in (
         ([1, 2], "not before token ids"),
         (TextPair("cat", "dog"), "not before a pair of texts"),
     ):
         with pytest.raises(ValueError, match=text):
-            prepare(intake, prompt, named, "r", 1)
+            prepare_pooling(intake, prompt, named, "r")
     with pytest.raises(ValueError, match="pools and does not generate"):
-        intake.prepare("cat", None, "r", 1)
+        intake.prepare("cat", None, "r")
     with pytest.raises(ValueError, match="generates text and does not pool"):
-        completed(None, info(None))
+        check_pooling_params(None, info(None))
 
 
 def test_what_parameters_refuse() -> None:
@@ -197,12 +199,12 @@ def test_scores_of_embeddings() -> None:
 
 def test_embeddings_are_pooled_without_text() -> None:
     takes = msgspec.structs.replace(EMBEDDER, embeddings=EmbeddingsInfo(4, prompts=True))
-    intake, params = Intake(takes, None), completed(None, takes)
+    intake, params = Intake(takes, None), check_pooling_params(None, takes)
     rows: Any = {"prompt_embeds": np.ones((5, 4), np.float32), "cache_salt": "s"}
-    prepared = prepare(intake, rows, params, "r", 1)
+    prepared = prepare_pooling(intake, rows, params, "r")
     content = prepared.request.prompt
     assert (content.token_ids, content.cache_salt, prepared.prompt_text) == ([0] * 5, "s", None)
     assert [medium.num_tokens for medium in content.media] == [5]
-    cut = completed(PoolingParams(truncate_prompt_tokens=3), takes)
+    cut = check_pooling_params(PoolingParams(truncate_prompt_tokens=3), takes)
     with pytest.raises(ValueError, match="truncate_prompt_tokens does not go with prompt_embeds"):
-        prepare(intake, rows, cut, "r", 1)
+        prepare_pooling(intake, rows, cut, "r")

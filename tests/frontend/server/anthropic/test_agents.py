@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.server.anthropic.conversation import messages_of
+from pagewire.frontend.server.anthropic.conversation import anthropic_messages
 from pagewire.frontend.server.anthropic.protocol import MessagesRequest
 from pagewire.frontend.server.http.warnings import begin_warnings
 from tests.frontend.server.client import Client
@@ -50,7 +50,9 @@ def test_documents_of_text_are_text() -> None:
         {"type": "document", "source": {"type": "content", "content": [text("D3")]}, "citations": {}},
         {"type": "search_result", "source": "s", "title": "t", "content": [text("a"), text("b")]},
     ]
-    (message,) = messages_of(MessagesRequest(max_tokens=1, messages=[{"role": "user", "content": blocks}]))
+    (message,) = anthropic_messages(
+        MessagesRequest(max_tokens=1, messages=[{"role": "user", "content": blocks}])
+    )
     assert [part["text"] for part in message["content"]] == ["D1", "T\nC", "D2", "D3", "t\ns\n\na\nb"]
 
 
@@ -62,7 +64,7 @@ def test_messages_of_the_system_come_late_as_reminders_of_the_user() -> None:
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    messages = messages_of(MessagesRequest(max_tokens=1, system="first", messages=turns))
+    messages = anthropic_messages(MessagesRequest(max_tokens=1, system="first", messages=turns))
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     assert messages[1]["content"][1]["text"] == "<system-reminder>\nlate\n</system-reminder>"
 
@@ -123,7 +125,7 @@ def test_blocks_of_these_tools_are_left_out() -> None:
             ],
         },
     ]
-    messages = messages_of(MessagesRequest(max_tokens=1, messages=turns))
+    messages = anthropic_messages(MessagesRequest(max_tokens=1, messages=turns))
     assert messages[1]["content"] == "b" and messages[2]["content"] == "The tool clock can be called."
     assert [warning.partition(" are")[0] for warning in warnings.texts] == [
         "blocks of type server_tool_use",

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.frontend.server.anthropic.cache_control import MarkedBlocks, wishes_of
+from pagewire.frontend.server.anthropic.cache_control import MarkedBlocks, cache_wishes
 from pagewire.frontend.server.anthropic.protocol import CountTokensRequest
 from pagewire.frontend.server.anthropic.writer import message_usage
 from pagewire.frontend.server.http.errors import APIError
@@ -51,7 +51,7 @@ class Letters:
 def wishes(given: CountTokensRequest, prompt: str = PROMPT) -> list[tuple[float, str]]:
     """The seconds and the part of the prompt of each wish; an empty part: all of it."""
     rendered = TokensPrompt(prompt_token_ids=[ord(letter) for letter in prompt], prompt=prompt)
-    found = asyncio.run(wishes_of(given, rendered, Letters()))  # type: ignore[arg-type]
+    found = asyncio.run(cache_wishes(given, rendered, Letters()))  # type: ignore[arg-type]
     return [(wish.seconds, prompt[: wish.num_tokens]) for wish in found]
 
 

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.server.anthropic.conversation import chat_request, messages_of
+from pagewire.frontend.server.anthropic.conversation import anthropic_messages, chat_of_anthropic
 from pagewire.frontend.server.anthropic.protocol import MessagesRequest
 from pagewire.frontend.server.anthropic.writer import EventWriter
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import begin_warnings
-from pagewire.frontend.server.openai.reply import ReplyWithCalls, call_arguments, read
+from pagewire.frontend.server.openai.reply import ReplyWithCalls, call_arguments, feed_parser
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
 from pagewire.ipc.errors import EngineBusyError
@@ -122,7 +122,7 @@ def test_turns_become_messages() -> None:
     def call(name: str, function: str, arguments: Any) -> Any:
         return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
 
-    assert messages_of(request(system=system, messages=turns)) == [
+    assert anthropic_messages(request(system=system, messages=turns)) == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [a, b, c]},
         {
@@ -137,12 +137,12 @@ def test_turns_become_messages() -> None:
         {"role": "assistant", "content": "It is"},
     ]
     assert ["redacted_thinking" in text for text in warnings.texts] == [True]
-    assert chat_request(request(messages=turns), False).continue_final_message
-    assert not chat_request(request(messages=turns[:-1]), False).continue_final_message
+    assert chat_of_anthropic(request(messages=turns), False).continue_final_message
+    assert not chat_of_anthropic(request(messages=turns[:-1]), False).continue_final_message
 
 
 def test_fields_become_those_of_a_chat_completion() -> None:
-    chat = chat_request(
+    chat = chat_of_anthropic(
         request(
             tools=[CLOCK],
             tool_choice={"type": "tool", "name": "clock", "disable_parallel_tool_use": True},
@@ -162,12 +162,12 @@ def test_fields_become_those_of_a_chat_completion() -> None:
     assert chat.response_format is not None and chat.response_format.json_schema is not None
     assert chat.response_format.json_schema.schema == {"type": "object"}
     choices = {
-        kind: chat_request(request(tools=[CLOCK], tool_choice={"type": kind}), False).tool_choice
+        kind: chat_of_anthropic(request(tools=[CLOCK], tool_choice={"type": kind}), False).tool_choice
         for kind in ("auto", "any", "none")
     }
     assert choices == {"auto": "auto", "any": "required", "none": "none"}
-    assert chat_request(request(), False).chat_template_kwargs == {}
-    assert chat_request(request(), True).chat_template_kwargs == {"enable_thinking": False}
+    assert chat_of_anthropic(request(), False).chat_template_kwargs == {}
+    assert chat_of_anthropic(request(), True).chat_template_kwargs == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -208,18 +208,18 @@ def test_fields_become_those_of_a_chat_completion() -> None:
 )
 def test_what_is_refused_by_name(turns: list[Any], message: str) -> None:
     with pytest.raises(APIError) as refusal:
-        messages_of(request(messages=turns))
+        anthropic_messages(request(messages=turns))
     assert message in str(refusal.value) and refusal.value.status == 400
 
 
 def test_many_turns_take_no_more_than_their_length() -> None:
     thought = [{"type": "thinking", "thinking": "x" * 100}, {"type": "text", "text": "y"}]
-    (message,) = messages_of(request(messages=[{"role": "assistant", "content": thought}] * 8000))
+    (message,) = anthropic_messages(request(messages=[{"role": "assistant", "content": thought}] * 8000))
     assert message["reasoning_content"] == "x" * 800_000 and len(message["content"]) == 8000
     result = {"type": "tool_result", "tool_use_id": "1", "content": [1] * (1 << 14)}
     for blocks in ([1] * (1 << 14 | 1), [result]):
         with pytest.raises(APIError, match="blocks or more"):
-            messages_of(request(messages=[{"role": "user", "content": blocks}]))
+            anthropic_messages(request(messages=[{"role": "user", "content": blocks}]))
 
 
 # ---------------------------------------------------------------- answers
@@ -315,7 +315,7 @@ def test_blocks_do_not_depend_on_how_the_text_comes() -> None:
         assert parser is not None
         reader, writer, events = ReplyWithCalls(parser), EventWriter(omits), b""
         for start in range(0, len(text), size):
-            events += writer.read(read(reader, text[start : start + size], start + size >= len(text)))
+            events += writer.read(feed_parser(reader, text[start : start + size], start + size >= len(text)))
         events += writer._close()
         blocks = gathered([decoded(event) for event in events.decode().split("\n\n")[:-1]])
         for block in blocks:

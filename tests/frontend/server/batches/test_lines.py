@@ -153,7 +153,7 @@ def test_an_application_is_called_without_a_socket() -> None:
         return PlainTextResponse("no JSON", 500)
 
     app = Starlette(routes=[Route("/echo", echo, methods=["POST"]), Route("/text", text, methods=["POST"])])
-    post = in_process.poster(app, "secret")
+    post = in_process.open_poster(app, "secret")
     response = asyncio.run(post("/echo", b'{"a": [1, 2]}'))
     assert (response.status_code, response.request_id) == (201, "r1")
     assert bytes(response.body) == b'{"you":{"a":[1,2]},"key":"Bearer secret"}'
@@ -173,7 +173,7 @@ def test_an_application_learns_that_its_client_has_left() -> None:
             events.append("left")
 
     async def main() -> None:
-        task = asyncio.create_task(in_process.poster(app)("/", b"{}"))
+        task = asyncio.create_task(in_process.open_poster(app)("/", b"{}"))
         while not events:
             await asyncio.sleep(0)
         task.cancel()

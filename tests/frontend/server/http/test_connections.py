@@ -15,7 +15,7 @@ from pagewire.frontend.server.http.limits import (
     RESERVED_DESCRIPTORS,
     ConnectionLimits,
     connection_limits,
-    network_of,
+    host_network,
 )
 
 
@@ -130,7 +130,7 @@ def test_counts_add_up_under_random_events() -> None:
     ],
 )
 def test_networks(host: str, network: str) -> None:
-    assert network_of(host) == network
+    assert host_network(host) == network
 
 
 @pytest.mark.parametrize("descriptors", [32, 256, 1024, 20_000, 1 << 20, resource.RLIM_INFINITY])

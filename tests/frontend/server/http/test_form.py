@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.form import (
     FormDecoder,
     FormFile,
     boundary_of,
-    parts_of,
+    form_parts,
 )
 from tests.frontend.server.client import Client
 
@@ -45,7 +45,7 @@ DECODER = FormDecoder(Filled, {"old": "it is not served"}, IncomingBodies(1 << 2
 
 def test_parts_become_fields() -> None:
     data = b"\r\n--edg\r\n--edge\0 \xff" + bytes(range(256))
-    parts = parts_of(
+    parts = form_parts(
         form(
             ("file", data[:9]),
             ("number", b"2.5"),
@@ -57,7 +57,10 @@ def test_parts_become_fields() -> None:
     )
     assert DECODER.convert(parts) == Filled(data[:9], 2.5, True, ["a", "ü"])
     awkward = b"\r\n--edg\r\n-\r\n--edgd" + bytes(range(256)) * 100
-    assert parts_of(form(("file", awkward), ("number", b"")), b"edge") == [("file", awkward), ("number", b"")]
+    assert form_parts(form(("file", awkward), ("number", b"")), b"edge") == [
+        ("file", awkward),
+        ("number", b""),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -75,15 +78,15 @@ def test_parts_become_fields() -> None:
 )
 def test_malformed_forms(body: bytes) -> None:
     with pytest.raises(APIError, match="the form is malformed") as caught:
-        parts_of(body, b"edge")
+        form_parts(body, b"edge")
     assert caught.value.status == 400
 
 
 def test_forms_of_too_many_parts_and_boundaries() -> None:
-    assert len(parts_of(form(*[("a", b"")] * MAX_PARTS), b"edge")) == MAX_PARTS
+    assert len(form_parts(form(*[("a", b"")] * MAX_PARTS), b"edge")) == MAX_PARTS
     for body in (form(*[("a", b"")] * (MAX_PARTS + 1)), b"--edge" * (1 << 20)):
         with pytest.raises(APIError, match=f"more than {MAX_PARTS} parts") as caught:
-            parts_of(body, b"edge")
+            form_parts(body, b"edge")
         assert caught.value.status == 413
 
 

@@ -25,7 +25,7 @@ from pagewire.frontend.server.http.limits import (
 )
 from pagewire.frontend.server.http.listener import Handshake
 from pagewire.frontend.server.http.options import ServerOptions
-from pagewire.frontend.server.http.uvicorn_server import bound
+from pagewire.frontend.server.http.uvicorn_server import bind_socket
 from pagewire.ipc.wire.messages import Abort, Submit
 from tests.frontend.conftest import FakeCore
 from tests.serving import serving
@@ -395,12 +395,12 @@ def test_a_unix_socket_has_the_permissions_of_the_options(tmp_path: Path) -> Non
     for mode in ("660", "606"):
         options = ServerOptions(uds=str(path), uds_mode=mode, uds_group=str(os.getgid()))
         options.check()
-        with bound(options):
+        with bind_socket(options):
             assert path.stat().st_mode & 0o777 == int(mode, 8) and path.stat().st_gid == os.getgid()
     for group in ("no-such-group", "9" * 20):
         path.unlink(missing_ok=True)
         with pytest.raises(OSError, match="cannot listen on"):
-            bound(ServerOptions(uds=str(path), uds_group=group))
+            bind_socket(ServerOptions(uds=str(path), uds_group=group))
         assert not path.exists()
     for options in (ServerOptions(uds=str(path), uds_mode="888"), ServerOptions(uds_mode="660")):
         with pytest.raises(ValueError, match="uds_mode"):

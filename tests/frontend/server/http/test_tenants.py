@@ -12,7 +12,7 @@ import pytest
 
 from pagewire.frontend.api import off_loop
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.api.slow_work import SlowWork
+from pagewire.frontend.api.off_loop import OffLoopThreads
 from pagewire.frontend.server.http.auth import ApiKeys
 from pagewire.frontend.server.http.tenants import ApiTenant
 from pagewire.ipc.tenants import current_tenant
@@ -93,7 +93,7 @@ def test_slow_work_is_done_in_the_turn_of_the_keys_name(
 ) -> None:
     names: list[str] = []
 
-    class Recorder(SlowWork):
+    class Recorder(OffLoopThreads):
         async def run(self, work: Callable[[], Any]) -> Any:
             names.append(current_tenant.get())
             return await super().run(work)

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.requests.defaults import USUAL_LENGTH
+from pagewire.frontend.requests.checked_params import USUAL_LENGTH
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.conversation import with_call_ids
-from pagewire.frontend.server.ollama.models import sized
+from pagewire.frontend.server.ollama.models import write_num_weights
 from pagewire.frontend.server.ollama.writer import CallCollector
 from pagewire.frontend.server.openai.protocol import FunctionCall, ToolCall
 from pagewire.ipc.version import __version__
@@ -289,7 +289,11 @@ def test_models_are_listed_and_described(client: Client, core: FakeCore) -> None
     name = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{name}.context_length"] == core.info.max_model_len
     assert client.get("/api/version").json == {"version": f"0.13.4+pagewire.{__version__}"}
-    assert (sized(7_240_000_000), sized(135_000_000), sized(12)) == ("7.2B", "135.0M", "12.0")
+    assert (write_num_weights(7_240_000_000), write_num_weights(135_000_000), write_num_weights(12)) == (
+        "7.2B",
+        "135.0M",
+        "12.0",
+    )
     assert timestamp(1.5) == "1970-01-01T00:00:01.500000Z"
 
 

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.api.slow_work import SlowWork
+from pagewire.frontend.api.off_loop import OffLoopThreads
 from pagewire.frontend.requests.outputs import CompletionOutput, best_outputs
 from pagewire.frontend.server.http.body import SMALL_BODY_BYTES, Decoder
 from pagewire.frontend.server.http.warnings import begin_warnings
-from pagewire.frontend.server.openai.constraints import demanded
+from pagewire.frontend.server.openai.constraints import demanded_constraint
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
 from pagewire.ipc.wire.messages import Submit
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -285,7 +285,7 @@ SCHEMA = {"type": "object"}
 )
 def test_structured_outputs(fields: Any, expected: Any) -> None:
     request = msgspec.convert({"prompt": "w5"} | fields, CompletionRequest)
-    assert demanded(request) == (None if expected is None else StructuredOutputsParams(**expected))
+    assert demanded_constraint(request) == (None if expected is None else StructuredOutputsParams(**expected))
 
 
 def test_best_of_gives_the_most_likely(serve: Callable[..., Client], core: FakeCore) -> None:
@@ -316,7 +316,7 @@ def test_templates_in_requests_have_threads_of_their_own(
     """Those that are slow hold up neither other requests nor, beyond a bounded queue, one another."""
     core.auto = True
     client, release = serve(trust_request_chat_template=True), threading.Event()
-    work = client.app.state.service.request_templates = SlowWork("chat templates", 1, 1)
+    work = client.app.state.service.request_templates = OffLoopThreads("chat templates", 1, 1)
     body = {"messages": HELLO, "chat_template": "w7 {{ messages[0].content }}"}
 
     async def beside_slow_ones() -> list[Answer]:

@@ -290,7 +290,7 @@ def test_names_of_the_caller_hold_beside_a_salt(core: FakeCore) -> None:
 def test_a_model_of_text_refuses_by_name(engine: AsyncLLM, serve: Callable[..., Client]) -> None:
     text_only = msgspec.structs.replace(engine.session.info, media=None)
     engine.session.info = text_only
-    engine.session.media = engine.session._intake.media = None
+    engine.session.intake.media = None
     client = serve()
     for part, message in (
         (
@@ -349,16 +349,14 @@ def with_access(engine: AsyncLLM) -> None:
     """Let 127.0.0.1 be as if it were public."""
     access = MediaAccess(None, (ip_network("127.0.0.1/32"),))
     session = engine.session
-    session.media = session._intake.media = media_intake(
-        INFO, access, session.call, session.info.max_model_len
-    )
+    session.intake.media = media_intake(INFO, access, session.call, session.info.max_model_len)
 
 
 def test_a_layout_that_no_prompt_has_room_for_is_refused_and_not_kept(
     client: Client, engine: AsyncLLM
 ) -> None:
     """The frontend trusts no core, as the core trusts no frontend."""
-    media = engine.session.media
+    media = engine.session.intake.media
     assert media is not None
     for more in (1_000_000, 1_000_001):
         answer = chat(client, picture(RED), mm_processor_kwargs={"more": more})
@@ -475,6 +473,6 @@ def test_the_same_picture_in_many_requests_is_fetched_and_decoded_once(
     assert len(decoded) == 1 and web.seen["/red"] == 1
     names = {request.prompt.media[0].name for request in core.submitted.values()}
     assert len(names) == 1
-    before = decode_process.processes().pid
+    before = decode_process.decode_processes().pid
     assert chat(client, picture(RED), cache_salt="another").status == 200 and len(decoded) == 2
-    assert decode_process.processes().pid == before
+    assert decode_process.decode_processes().pid == before

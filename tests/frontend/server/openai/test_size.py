@@ -39,7 +39,7 @@ def tool(index: int, num_properties: int = 0) -> dict[str, Any]:
 @pytest.fixture
 def untouched(engine: AsyncLLM, core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Asserts that nothing was tokenized or submitted since the last time."""
-    tokenizer = engine.session.tokenizer
+    tokenizer = engine.session.intake.tokenizer
     assert tokenizer is not None
     encoded: list[str] = []
 
@@ -110,7 +110,7 @@ def test_large_schemas_are_not_read_on_the_event_loop(
 
         monkeypatch.setattr(prepared_chat, name, watch)
 
-    watched("tool_use"), watched("chat_prompt"), watched("constrained")
+    watched("tool_use"), watched("chat_prompt"), watched("constrain_params")
     for number, seen in ((1, [True] * 3), (10_000, [False] * 3)):
         fields = {"tools": [tool(0, number)], "tool_choice": "required"}
         assert client.post(CHAT, NEEDED[CHAT] | fields).status == 200
@@ -217,7 +217,7 @@ def test_a_body_of_brackets_is_refused_before_it_is_decoded(client: Client) -> N
 def test_parameters_are_checked_once_for_all_prompts(
     client: Client, core: FakeCore, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, words = engine.session.tokenizer, []
+    tokenizer, words = engine.session.intake.tokenizer, []
     assert tokenizer is not None
     encode_batch: Callable[..., list[list[int]]] = tokenizer.encode_batch
 

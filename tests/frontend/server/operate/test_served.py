@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.requests.defaults import USUAL_LENGTH
+from pagewire.frontend.requests.checked_params import USUAL_LENGTH
 from pagewire.ipc.wire.media import MediaInfo, MediumInfo
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.model_figures import ModelFigures

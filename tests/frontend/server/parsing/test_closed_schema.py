@@ -10,7 +10,7 @@ import pytest
 
 import pagewire.demo
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
-from pagewire.frontend.server.parsing.closed_schema import closed
+from pagewire.frontend.server.parsing.closed_schema import close_schema
 from pagewire.frontend.server.parsing.constrained import arguments_schema, calls_schema
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
@@ -36,7 +36,7 @@ NO = {"additionalProperties": False}
 )  # fmt: skip
 def test_objects_are_closed(schema: dict[str, Any], expected: dict[str, Any]) -> None:
     before = copy.deepcopy(schema)
-    assert closed(schema) == expected and schema == before
+    assert close_schema(schema) == expected and schema == before
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_objects_are_closed(schema: dict[str, Any], expected: dict[str, Any]) ->
     ],
 )
 def test_what_says_more_or_is_described_twice_stays(schema: dict[str, Any]) -> None:
-    assert closed(schema) == schema
+    assert close_schema(schema) == schema
 
 
 def test_no_argument_of_a_call_comes_twice() -> None:

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
-from pagewire.frontend.server.parsing.closed_schema import closed
+from pagewire.frontend.server.parsing.closed_schema import close_schema
 from pagewire.frontend.server.parsing.constrained import NamedCall, RequiredCalls, calls_schema
 from pagewire.frontend.server.parsing.dialects import DIALECTS, dialect_named
 from pagewire.frontend.server.parsing.marked_calls import MarkedCalls
@@ -70,7 +70,7 @@ def test_a_list_of_calls_is_valid_if_their_arguments_are() -> None:
     seen = set()
     for index, own in enumerate(SCHEMAS):
         for arguments in ARGUMENTS:
-            expected = isinstance(arguments, dict) and valid(closed(own), arguments)
+            expected = isinstance(arguments, dict) and valid(close_schema(own), arguments)
             seen.add(expected)
             call = {"name": f"f{index}", "parameters": arguments}
             assert valid(schema, [call]) == expected, (own, arguments)

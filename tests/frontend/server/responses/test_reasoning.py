@@ -18,7 +18,7 @@ from pagewire.frontend.server.openai.reply import ReplyWithCalls
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
 from pagewire.frontend.server.parsing.reasoning_marks import REASONING
-from pagewire.frontend.server.responses.items import messages_of, read_input
+from pagewire.frontend.server.responses.items import item_messages, read_input
 from pagewire.frontend.server.responses.reader import OutputReader
 from pagewire.frontend.text.logprobs import Logprob
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
@@ -119,7 +119,7 @@ def test_reasoning_belongs_to_the_message_after_it() -> None:
         ]
     )
     warnings = begin_warnings("id")
-    first, second, *others = messages_of(None, items)
+    first, second, *others = item_messages(None, items)
     assert first == {"role": "assistant", "content": "A", "reasoning_content": "a"}
     assert second["reasoning_content"] == "b" and second["tool_calls"][0]["id"] == "1"
     both = [{"type": "text", "text": "B"}, {"type": "text", "text": "C"}]

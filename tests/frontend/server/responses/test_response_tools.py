@@ -15,7 +15,7 @@ from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.openai.custom_input import CustomInput
 from pagewire.frontend.server.openai.protocol import FunctionCall, ToolCall
 from pagewire.frontend.server.openai.reply import ReplyDelta
-from pagewire.frontend.server.responses.items import messages_of, read_input
+from pagewire.frontend.server.responses.items import item_messages, read_input
 from pagewire.frontend.server.responses.tools import HOSTED, ResponseTools, ServedTool
 from pagewire.frontend.server.responses.writer import ResponseWriter
 from pagewire.frontend.server.serving.usage import Usage
@@ -339,7 +339,7 @@ def test_items_that_are_malformed(item: Any, message: str) -> None:
 def test_items_of_hosted_tools_are_left_out_with_a_warning() -> None:
     warnings = begin_warnings("id")
     items = read_input([{"type": "web_search_call", "id": "ws_1"}, {"role": "user", "content": "a"}])
-    assert messages_of(None, items) == [{"role": "user", "content": "a"}]
+    assert item_messages(None, items) == [{"role": "user", "content": "a"}]
     assert warnings.texts == [
         "items of type web_search_call are left out: no model that is served here can read them"
     ]
@@ -355,4 +355,4 @@ def test_tools_may_come_with_the_conversation() -> None:
     )
     names = [tool["function"]["name"] for tool in ResponseTools([SPAWN], items).functions]
     assert names == ["spawn", "agents.spawn", "agents.note"]
-    assert messages_of(None, items) == [{"role": "user", "content": "a"}]
+    assert item_messages(None, items) == [{"role": "user", "content": "a"}]

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.protocol import TokenLogprob
-from pagewire.frontend.server.openai.reply import ReplyParser, ReplyWithCalls, TextReply, read
+from pagewire.frontend.server.openai.reply import ReplyParser, ReplyWithCalls, TextReply, feed_parser
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.dialects import DIALECTS
-from pagewire.frontend.server.responses.items import messages_of, read_input
+from pagewire.frontend.server.responses.items import item_messages, read_input
 from pagewire.frontend.server.responses.protocol import (
     CallItem,
     Item,
@@ -103,7 +103,7 @@ def test_items_become_messages_with_their_calls() -> None:
     def call(name: str, function: str) -> Any:
         return {"id": name, "type": "function", "function": {"name": function, "arguments": "{}"}}
 
-    assert messages_of("First.", items) == [
+    assert item_messages("First.", items) == [
         {
             "role": "system",
             "content": [{"type": "text", "text": "First."}, {"type": "text", "text": "Be brief."}],
@@ -127,7 +127,7 @@ def written(parser: ReplyParser, pieces: list[str]) -> tuple[list[Any], Response
     writer = ResponseWriter(new_response())
     encoded = writer.create() + writer.start()
     for place, piece in enumerate(pieces):
-        encoded += writer.read(read(parser, piece, place == len(pieces) - 1))
+        encoded += writer.read(feed_parser(parser, piece, place == len(pieces) - 1))
     encoded += writer.end("completed", Usage(1, 2, 3))
     events = []
     for event in encoded:
@@ -194,7 +194,7 @@ def test_events_add_up_to_the_response_under_any_chunking(text: str, data: st.Da
 def test_an_item_that_is_cut_off_is_not_complete() -> None:
     writer = ResponseWriter(new_response())
     parser = ReplyWithCalls(DIALECTS["hermes"].new_parser((), call_id, True))
-    writer.read(read(parser, HERMES[: HERMES.index("ln")], False))
+    writer.read(feed_parser(parser, HERMES[: HERMES.index("ln")], False))
     writer.end("incomplete", Usage(1, 2, 3))
     message, call = writer.response.output
     assert (message.status, call.status) == ("completed", "incomplete")

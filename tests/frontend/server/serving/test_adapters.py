@@ -143,7 +143,7 @@ def test_a_server_does_not_start_with_an_adapter_that_cannot_be_read(
 def test_adapters_and_prompt_adapters_are_models_side_by_side(
     serve: Callable[..., Client], core: FakeCore, engine: AsyncLLM, registry: Registry, root: Path
 ) -> None:
-    engine.session.prompt_adapters = PromptAdapters(EmbeddingsInfo(size=4, adapters=True))
+    engine.session.intake.prompt_adapters = PromptAdapters(EmbeddingsInfo(size=4, adapters=True))
     (root / "tuned").mkdir()
     save_file({"prompt_embeddings": torch.ones(3, 4)}, root / "tuned" / "adapter_model.safetensors")
     (root / "tuned" / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.server.serving.name_patterns import matches
+from pagewire.frontend.server.serving.name_patterns import name_matches
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.messages import EngineInfo
 from tests.frontend.conftest import FakeCore
@@ -93,4 +93,4 @@ def test_a_pattern_is_a_glob(pattern: str, name: str) -> None:
             return any(naive(pattern[1:], name[at:]) for at in range(len(name) + 1))
         return name[:1] == pattern[0] and naive(pattern[1:], name[1:])
 
-    assert matches(pattern, name) == naive(pattern, name)
+    assert name_matches(pattern, name) == naive(pattern, name)

@@ -212,7 +212,7 @@ def test_what_fails_is_said(new_client: Callable[..., ShelfClient], hub: Store) 
             for method, path in (("POST", "/api/pull"), ("DELETE", "/api/delete")):
                 refused = await client.ask(method, path, body, ADMIN)
                 assert refused.status == 400 and text in refused.json["error"]
-        with pulled.locked(HubName("a/b", "Q4_K_M")):
+        with pulled.lock_model(HubName("a/b", "Q4_K_M")):
             busy = await client.ask("DELETE", "/api/delete", {"model": NAME}, ADMIN)
             assert busy.status == 409 and "is being pulled" in busy.json["error"]
         await client.services.close()

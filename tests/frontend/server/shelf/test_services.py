@@ -19,7 +19,7 @@ from pagewire.frontend.server.shelf import opening
 from pagewire.frontend.server.shelf.loader import EngineLoader
 from pagewire.frontend.server.shelf.model_shelf import MemoryEstimate
 from pagewire.frontend.server.shelf.options import ShelfOptions
-from pagewire.frontend.server.shelf.services import ShelvedServices, seconds_of
+from pagewire.frontend.server.shelf.services import ShelvedServices, keep_alive_seconds
 from pagewire.frontend.server.shelf.table import ModelState
 from pagewire.frontend.server.wiring import application
 from pagewire.ipc.options.engine_args import EngineArgs
@@ -202,7 +202,7 @@ def test_requests_are_refused_while_a_model_starts(new_client: Callable[..., She
 
 
 def test_durations_of_keep_alive() -> None:
-    assert [seconds_of(given) for given in (0, 5, "5m", "1h30m", "1.5s", "300", "0")] == [
+    assert [keep_alive_seconds(given) for given in (0, 5, "5m", "1h30m", "1.5s", "300", "0")] == [
         0,
         5,
         300,
@@ -211,7 +211,7 @@ def test_durations_of_keep_alive() -> None:
         300,
         0,
     ]
-    assert seconds_of(-1) == seconds_of("-1m") == seconds_of("-1") == float("inf")
+    assert keep_alive_seconds(-1) == keep_alive_seconds("-1m") == keep_alive_seconds("-1") == float("inf")
     for bad in ("soon", "5 m", "m", "", float("nan")):
         with pytest.raises(APIError, match="keep_alive"):
-            seconds_of(bad)
+            keep_alive_seconds(bad)

@@ -11,6 +11,7 @@ import pytest
 
 from pagewire.frontend.core import core_source, custody
 from pagewire.frontend.core.mailbox import Inbox
+from pagewire.frontend.core.open_session import attach
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.core.supervisor import Supervisor
 from pagewire.frontend.requests.outputs import RequestState
@@ -34,16 +35,16 @@ def open_session(
     def new(*kills: Any, reattach_timeout: float = 60) -> Opened:
         keeper = Keeper(f"ipc://{tmp_path}/core.sock", engine_info, *kills)
         options: dict[str, Any] = {"curve": None, "tokenizer": None, "timeout": 10}
-        session = Session.attach(keeper.address, reattach_timeout=reattach_timeout, **options)
+        session = attach(keeper.address, reattach_timeout=reattach_timeout, **options)
         opened.append((session, keeper))
         return opened[-1]
 
     yield new
     for session, keeper in opened:
-        session._requests.validate()
+        session.validate()
         session.close()
         keeper.close()
-        session._requests.validate()
+        session.validate()
         assert isinstance(session.connection, Supervisor)
         session.connection.validate()
 
@@ -51,7 +52,7 @@ def open_session(
 def submit(session: Session, inbox: Inbox, *names: str, length: int = LENGTH) -> list[RequestState]:
     """Requests with these names."""
     params = SamplingParams(max_tokens=length, temperature=0.0, detokenize=False)
-    prepared = [session.prepare({"prompt_token_ids": [5, 6]}, params, name) for name in names]
+    prepared = [session.intake.prepare({"prompt_token_ids": [5, 6]}, params, name) for name in names]
     return session.submit(prepared, inbox)
 
 
@@ -222,7 +223,7 @@ def test_an_oversize_request_ends_alone(
     prompts: list[Any] = [{"prompt_token_ids": [5, 6]} for _ in range(4)]
     prompts[2]["cache_salt"] = "x" * 1_000
     inbox = Inbox()
-    prepared = [session.prepare(prompt, params, f"r{i}") for i, prompt in enumerate(prompts)]
+    prepared = [session.intake.prepare(prompt, params, f"r{i}") for i, prompt in enumerate(prompts)]
     states = session.submit(prepared, inbox)
     wait_for(inbox, states)
     assert [end_of(state)[0] for state in states] == [None, None, ValueError, None]
@@ -265,7 +266,7 @@ def test_closing_does_not_wait_for_a_core_that_does_not_answer(
     """It has accepted the connection of the session that lost another core."""
     monkeypatch.setattr(core_source, "RETRY_SECONDS", 0.02)
     core = new_core()
-    session = Session.attach(
+    session = attach(
         f"ipc://{tmp_path}/core.sock", curve=None, tokenizer=None, timeout=10, reattach_timeout=1000
     )
     inbox = Inbox()

@@ -1,12 +1,20 @@
-"""What deltas say of their sequence, and those of sequences that end with no token."""
+"""The results of rows: deltas for frontends, errors, and blocks with wrong keys and values.
+
+The blocks of a row whose media could not be encoded, which was run all the same, are wrong. They may have their
+names already, and other sequences may have found them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from pagewire.engine_core.schedule.blocks import Block
+from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.errors import NotFiniteError
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.requests import TokenDelta
-from pagewire.ipc.wire.steps import RowResult
+from pagewire.ipc.wire.steps import Row, RowResult
 
 
 def add_facts(delta: TokenDelta, sequence: Sequence, now: float) -> None:
@@ -46,3 +54,27 @@ def error_delta(sequence: Sequence, text: str, now: float, error_type: str | Non
         error_type=error_type,
         timing=sequence.timing(now),
     )
+
+
+def spoiled_by(
+    sequence: Sequence, row: Row, result: RowResult, block_size: int, running: Iterable[Sequence]
+) -> tuple[list[Sequence], set[Block]]:
+    """The running sequences that end because a row has an error, and those of their blocks that must not be found.
+
+    If the row is spoiled, whoever shares a block that it has written ends with its own sequence.
+    """
+    if not result.is_spoiled:
+        return [sequence], set()
+    first = row.start // block_size
+    written = set(sequence.blocks[first:])
+    ending = [one for one in running if one is sequence or not written.isdisjoint(one.blocks)]
+    return ending, written.union(*(one.blocks[first:] for one in ending))
+
+
+def forget_blocks(kv: KVCache, blocks: Iterable[Block]) -> None:
+    """Drop the names of blocks, and what the cache's groups have under them."""
+    for block in blocks:
+        if block.name is not None:
+            for group in kv.groups:
+                group.forget_name(block.name)
+            kv.pool.unname(block)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.frontend.requests.defaults import (
+from pagewire.frontend.requests.checked_params import (
     USUAL,
     USUAL_LENGTH,
     default_sampling_params,
