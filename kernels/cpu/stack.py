@@ -27,8 +27,7 @@ from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.mixers import CompiledStates, mixer_struct, scratch_widths
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms, norm_struct, set_batch
 from pagewire.kernels.data.deltas import AdaptedLinear
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.data.kv_codes import head_size
+from pagewire.kernels.data.kv_codes import CODES, head_size
 from pagewire.kernels.data.layer import (
     MIXER,
     Angles,
@@ -558,7 +557,7 @@ class CompiledStack:
             return
         self._known_caches = []
         k_first, v_first = caches[0].k, caches[0].v
-        if k_first.dtype not in (self.dtype, KV_CODES):
+        if k_first.dtype not in (self.dtype, *CODES):
             raise ValueError(f"caches of {k_first.dtype} for layers of {self.dtype}")
         for layer, struct, cache in zip(self._layers, self._structs, of_layers, strict=True):
             if cache is None:
