@@ -100,11 +100,12 @@ def test_blocks_are_smaller(load: Callable[..., Runner]) -> None:
     ("model", "reason"),
     [
         ("deepseek_v2", "'int4' is not for the latents of deepseek_v2: 'int8' keeps them in 8 bits"),
-        ("llama", "'int4' needs attention heads of an even size, not 13 as in llama: 'int8' takes any"),
+        ("opt", "'int4' needs attention heads of an even size, not 13 as in opt: 'int8' takes any"),
     ],
 )
 def test_what_4_bits_do_not_take_is_refused_by_name(tmp_path: Path, model: str, reason: str) -> None:
-    fields = MODELS["deepseek_v2"].fields if model == "deepseek_v2" else GROUPED | {"head_dim": 13}
+    odd = {"hidden_size": 52, "word_embed_proj_dim": 52, "num_attention_heads": 4}
+    fields = MODELS["deepseek_v2"].fields if model == "deepseek_v2" else odd
     with pytest.raises(LoadError, match=reason):
         load_runner(Architecture(model, fields).write(tmp_path), kv_cache_dtype="int4")
 
