@@ -88,7 +88,7 @@ def _of_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nibbles(x: Tensor) -> Tensor:
-    groups = [_group(part) for part in x.split(GROUP, -1)]
+    groups = [_group(x[..., first : first + GROUP]) for first in range(0, x.shape[-1], GROUP)]
     codes = torch.cat([codes for codes, _ in groups], -1)
     return torch.cat((codes[..., ::2] | codes[..., 1::2] << 4, *(ranges for _, ranges in groups)), -1)
 
@@ -106,7 +106,8 @@ def _group(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _of_nibbles(rows: Tensor, dtype: torch.dtype) -> Tensor:
     num_groups = -(-rows.shape[-1] // (GROUP // 2 + RANGE_BYTES))
-    packed, ranges = rows.split((rows.shape[-1] - num_groups * RANGE_BYTES, num_groups * RANGE_BYTES), -1)
+    end = rows.shape[-1] - num_groups * RANGE_BYTES
+    packed, ranges = rows[..., :end], rows[..., end:]
     codes = torch.stack((packed & LARGEST_NIBBLE, packed >> 4), -1).flatten(-2).float()
     # Copied, since a view of two bytes as one number must begin at an even one.
     numbers = ranges.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()

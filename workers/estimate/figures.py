@@ -30,11 +30,8 @@ from pagewire.workers.ranks.shares import stage_layers
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 KV_ITEM_BYTES = ITEM_BYTES | {"int8": 1, "int4": 0.5, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-KV_SCALE_BYTES = {
-    "int8": 4,
-    "int4": 4,
-}  # of a token and head, for K and for V; in 4 bits of each group of its elements
-KV_GROUPS = {"int4": 32}  # elements that share them
+KV_SCALE_BYTES = {"int8": 4, "int4": 4}  # of a token and head, for K and for V, or of each of its groups
+KV_GROUPS = {"int4": 32}  # elements of a group
 PACKING_ROWS = 1024  # of a matrix that are converted and packed at a time
 # The share of the machine's reading rate that all products of a step of one row reach together, by how weights are
 # held: `python -m benchmarks.inspect_accuracy` with a Llama of 300M on two cores of an AMD EPYC, to a tenth; 4 bits
