@@ -174,7 +174,7 @@ def footprint(
         parts=[_figures(part, of_part, share or 1.0) for part, of_part in by_part.items() if of_part],
         loading_bytes=_loading_bytes(held, own),
         kv_token_bytes=int(dimensions.kv_elements * kv_item)
-        + dimensions.index_elements * KV_ITEM_BYTES[own]
+        + dimensions.index_elements * ITEM_BYTES[own]
         + dimensions.kv_scales * kv_groups * KV_SCALE_BYTES.get(kv_dtype, 0),
         state_bytes=dimensions.state_bytes,
         position_bytes=dimensions.rotary_elements * ITEM_BYTES[own],
