@@ -4,9 +4,9 @@
     python -m benchmarks.kernels_cpu --quantised
 
 A share "of floor" is the time that reading or multiplying takes at least (`limits.py`) over the time it took.
-The last columns are of a cache of int8, beside the dtype of the model. PyTorch gets its best case: the keys and
-values of each request already gathered into one contiguous tensor, which no paged cache has. Caches and matrices
-rotate between calls, so that what memory limits reads memory.
+The last columns are of caches of 8 and 4 bits, beside the dtype of the model. PyTorch gets its best case: the keys
+and values of each request already gathered into one contiguous tensor, which no paged cache has. Caches and
+matrices rotate between calls, so that what memory limits reads memory.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch.nn import functional
 from benchmarks.limits import Limits, measure_limits, processor
 from pagewire.kernels import linear
 from pagewire.kernels.data.integers import INT8, Integers, quantise
-from pagewire.kernels.data.kv_codes import row_width
+from pagewire.kernels.data.kv_codes import CODES, row_width
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.ops import paged_attention, store_kv
@@ -185,21 +185,22 @@ def print_attention(limits: Limits, dtype: torch.dtype, seconds: float, only: st
     """A row for each case."""
     print(
         f"\n{'attention':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}"
-        f"{'torch ms':>10}{'ratio':>8}{'int8 ms':>10}{'ratio':>8}"
+        f"{'torch ms':>10}{'ratio':>8}"
+        f"{'int8 ms':>10}{'ratio':>8}{'int4 ms':>10}{'ratio':>8}"
     )
     for case in CASES:
         if only not in case.name:
             continue
-        ours, coded = (
+        ours, *coded = (
             measure([paged_call(case, dtype, kept) for _ in range(case.copies)], seconds)
-            for kept in (dtype, torch.int8)
+            for kept in (dtype, *CODES)
         )
         theirs = measure([dense_call(case, dtype) for _ in range(case.copies)], seconds)
         num_bytes = case.kv_elements * dtype.itemsize
         print(
             f"{case.name:36}{ours * 1e3:9.3f}{num_bytes / ours / 1e9:8.1f}{case.flops / ours / 1e9:9.0f}"
             f"{limits.floor_s(num_bytes, case.flops) / ours:10.0%}{theirs * 1e3:10.3f}{theirs / ours:8.2f}"
-            f"{coded * 1e3:10.3f}{ours / coded:8.2f}"
+            + "".join(f"{each * 1e3:10.3f}{ours / each:8.2f}" for each in coded)
         )
 
 

@@ -130,8 +130,8 @@ def check_kv_dtype(config: WorkerConfig, sizes: Footprint) -> None:
         UsageError: says which.
     """
     name = config.kv_cache_dtype
-    if name == "int8":
-        raise UsageError("--kv-cache-dtype int8 is for CPUs: fp8 has 8 bits on GPUs")
+    if name in ("int8", "int4"):
+        raise UsageError(f"--kv-cache-dtype {name} is for CPUs: fp8 has 8 bits on GPUs")
     if name.startswith("fp8") and sizes.dtype == "float32":
         raise UsageError(
             f"--kv-cache-dtype {name} needs a model in bfloat16 or float16 on a GPU, not float32"

@@ -206,6 +206,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         reasons = {
             "auto": "its elements are the model's",
             "int8": "it has a scale for each token and head",
+            "int4": "it has scales for each token and head",
             "fp8_e5m2": "its range is float16's",
         }
         if self.device == "cpu":

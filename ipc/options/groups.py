@@ -24,7 +24,7 @@ from pagewire.ipc.wire.sockets import check_address
 from pagewire.ipc.wire.tier_messages import TierConfig
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
-KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = ("auto", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 BACKENDS = ("mp", "ray", "join")
 MAX_PEERS = 32  # of a core: each is asked for every prompt
@@ -316,7 +316,7 @@ class CacheOptions:
         "auto",
         "KV cache",
         "type of keys and values; auto: the model's; in half the memory: int8 (CPUs), "
-        "fp8 or fp8_e4m3, fp8_e5m2 (GPUs)",
+        "fp8 or fp8_e4m3, fp8_e5m2 (GPUs); in a third, less exact: int4 (CPUs)",
         choices=KV_DTYPES,
     )
     quantization_param_path: str | None = option(

@@ -27,7 +27,8 @@
 
 namespace {
 
-// T is the type of the cache's elements throughout; queries and outputs are of the same, but with codes.
+// T is the type of the cache's elements throughout; queries and outputs are of the same, but with codes of 8 bits. Where
+// the cache (Stored) holds nibbles, T is the type of the queries, in which they are unpacked.
 #if defined(PAGEWIRE_TILES)
 template <class T>
 using Floating = std::conditional_t<kTiled<T>, TiledAttention<T>, VectorAttention<T>>;
@@ -50,8 +51,10 @@ struct Stretch {
   int64_t kv_tile;
 };
 
-template <class T>
+template <class T, class Stored>
 class QueryTileKernel {
+  using Tile = std::conditional_t<kNibbles<Stored>, NibbleTile<T>, KvTile<T>>;
+
  public:
   QueryTileKernel(const AttentionCall& call, const QueryTile& tile, const Workspace& work)
       : rows_{call, tile}, work_(work), products_(rows_, work) {}
@@ -60,12 +63,15 @@ class QueryTileKernel {
 
   // The partial result of every row for KV tile after KV tile, in ascending order. `ahead` comes after it.
   void attend(int64_t kv_tile, const Stretch& ahead, const Partial& result) {
-    KvTile<T>& keys = keys_[kv_tile % 2];
-    KvTile<T>& next = keys_[(kv_tile + 1) % 2];
+    Tile& keys = keys_[kv_tile % 2];
+    Tile& next = keys_[(kv_tile + 1) % 2];
     if (!found_) keys.find(rows_.call, rows_.tile, kv_tile, work_.zeros);
     next.find(rows_.call, ahead.query_tile, ahead.kv_tile, work_.zeros);
     found_ = true;
-    if (values_in_keys(rows_.call)) keys.copy_values(rows_.call, work_.copied);
+    if constexpr (kNibbles<Stored>)
+      keys.unpack(rows_.call, next, work_.copied);
+    else if (values_in_keys(rows_.call))
+      keys.copy_values(rows_.call, work_.copied);
     products_.attend(kv_tile, keys, next, result);
   }
 
@@ -96,7 +102,7 @@ class QueryTileKernel {
   const QueryRows rows_;
   const Workspace& work_;
   typename Chosen<T>::Products products_;
-  KvTile<T> keys_[2];  // of this KV tile and of what comes after it, which is fetched meanwhile
+  Tile keys_[2];  // of this KV tile and of what comes after it, which is fetched meanwhile
   bool found_ = false;
 };
 
@@ -127,7 +133,7 @@ thread_local Plan thread_plan;
 thread_local Scratch thread_workspace;
 thread_local Scratch thread_partials;
 
-template <class T>
+template <class T, class Stored = T>
 void attention(const AttentionCall& call) {
   const int64_t num_queries = call.query_start_loc[call.num_requests];
   const int64_t token_bytes = call.num_heads * call.v_head_dim * (call.dtype == 0 ? 4 : 2);
@@ -150,7 +156,7 @@ void attention(const AttentionCall& call) {
     const Task& task = plan.tasks[size_t(i)];
     const QueryTile& tile = plan.query_tiles[size_t(task.query_tile)];
     const Workspace work = Workspace::take(thread_workspace, call, plan.rows, width);
-    QueryTileKernel<T> kernel(call, tile, work);
+    QueryTileKernel<T, Stored> kernel(call, tile, work);
     // Threads take tasks in turn, so the task after the next is most likely this thread's.
     const Task& later = plan.tasks[std::min(size_t(i + plan.num_threads), plan.tasks.size() - 1)];
     const auto attend = [&](int64_t kv_tile, const Partial& result) {
@@ -187,8 +193,12 @@ void attention(const AttentionCall& call) {
 EXPORT int pagewire_attention(const AttentionCall* call) {
   bool done = false;
   dispatch_cache(call->cache_dtype, [&](auto element) {
-    using T = decltype(element);
-    if ((done = valid<T>(*call))) attention<T>(*call);
+    using Stored = decltype(element);
+    if (!(done = valid<Stored>(*call))) return;
+    if constexpr (kNibbles<Stored>)
+      dispatch(call->dtype, [&](auto query) { attention<decltype(query), Stored>(*call); });
+    else
+      attention<Stored>(*call);
   });
   return done ? 0 : 1;
 }

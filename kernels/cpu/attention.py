@@ -16,8 +16,7 @@ from pagewire.kernels.cpu.tensors import (
     last_contiguous,
     logit_terms,
 )
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.data.kv_codes import head_size, row_width
+from pagewire.kernels.data.kv_codes import CODES, head_size, row_width
 from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms, check_scales
 
 
@@ -83,7 +82,7 @@ def store_kv(library: ctypes.CDLL, k: Tensor, v: Tensor, cache: Cache, slot_mapp
             raise ValueError(f"store_kv: {tuple(source.shape)} into {tuple(stored.shape)}")
         if len(slots) != num_tokens:
             raise ValueError(f"store_kv: {len(slots)} slots for {num_tokens} tokens")
-        if stored.dtype not in (source.dtype, KV_CODES):
+        if stored.dtype not in (source.dtype, *CODES):
             raise TypeError(f"store_kv: {source.dtype} into {stored.dtype}")
         check_cache(library, stored)
         outside = library.pagewire_store(
@@ -112,7 +111,7 @@ def _check(q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor) -> None:
     num_tokens, num_heads, head_dim = q.shape
     k_cache, v_cache = cache.k, cache.v
     num_blocks, num_kv_heads, block_size, _ = v_cache.shape
-    if k_cache.dtype not in (q.dtype, KV_CODES):
+    if k_cache.dtype not in (q.dtype, *CODES):
         raise TypeError(f"paged_attention: queries of {q.dtype}, keys of {k_cache.dtype}")
     for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
         if tensor.dtype != torch.int32:

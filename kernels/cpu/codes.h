@@ -1,4 +1,4 @@
-// Codes of 8 bits with a scale for a row of them, and their products with codes of 16 bits.
+// Codes of 8 bits with a scale for a row of them, and their products with codes of 16 bits. Those of 4 bits: nibbles.h.
 //
 // A row's scale is its largest magnitude over the largest code, so an element is code * scale to within half a scale.
 // Products are summed in int32, which is exact: the sums have the same bits in any order and with any instructions.
@@ -16,6 +16,7 @@
 namespace {
 
 struct code8 { int8_t value; };
+struct code4 { uint8_t pair; };  // two of them
 
 constexpr int64_t kLargestCode = 127;
 constexpr int64_t kScaleBytes = sizeof(float);

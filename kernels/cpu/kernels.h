@@ -24,7 +24,7 @@ struct LogitTerms {
 
 struct AttentionCall {
   const void* q;        // [tokens, heads, head_dim]
-  const void* k_cache;  // [blocks, kv_heads, block_size * head_dim] (codes: with scales behind), see layout.h
+  const void* k_cache;  // [blocks, kv_heads, block_size * head_dim] (codes: with scales behind), see layout.h, nibbles.h
   const void* v_cache;  // [blocks, kv_heads, block_size * v_head_dim]; k_cache: values are the first elements of keys
   void* out;            // [tokens, heads, v_head_dim], contiguous
   const int32_t* query_start_loc;
@@ -40,7 +40,7 @@ struct AttentionCall {
   LogitTerms terms;
   float scale;
   int32_t dtype;        // 0 float32, 1 bfloat16, 2 float16
-  int32_t cache_dtype;  // the same, or 3: codes of 8 bits
+  int32_t cache_dtype;  // the same, or codes: 3 of 8 bits, 4 of 4 bits
   int32_t num_threads;
 };
 

@@ -20,7 +20,7 @@ from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.drawing import Draw
 from pagewire.kernels.data.integers import Integers
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.data.kv_codes import CODES
 from pagewire.kernels.data.layer import (
     Activation,
     Experts,
@@ -44,9 +44,9 @@ def load() -> "CpuKernels | None":
 
 
 def serves(tensors: Sequence[Tensor]) -> bool:
-    """True if the kernels support these tensors: one dtype of floats, and 8-bit codes for cached K and V."""
+    """True if the kernels support these tensors: one dtype of floats, and codes for cached K and V."""
     dtype = tensors[0].dtype
-    return dtype in DTYPES and {tensor.dtype for tensor in tensors} <= {dtype, KV_CODES}
+    return dtype in DTYPES and {tensor.dtype for tensor in tensors} <= {dtype, *CODES}
 
 
 class CpuKernels(Kernels):

@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "layout.h"
+#include "nibbles.h"
 #include "parallel.h"
 #include "rows.h"
 #include "scratch.h"
@@ -147,6 +148,8 @@ EXPORT int pagewire_store(const void* source, void* cache, const int64_t* slots,
                                                                 static_cast<T*>(cache) + place + row * size, size);
         else if (cache_dtype == dtype)
           store_row(from, static_cast<T*>(cache) + place, row, size, block_size, values);
+        else if (cache_dtype == kNibbleCache)
+          store_nibbles(from, static_cast<code4*>(cache) + place, row, size, block_size, values);
         else
           store_codes(from, static_cast<code8*>(cache) + place, row, size, block_size, values);
       }

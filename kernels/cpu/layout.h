@@ -4,7 +4,7 @@
 // many keys. The last element of a head of odd size, [key], ends its granule. Values lie as
 // [position / kPair][column][kPair]. bfloat16 goes in pairs, since one instruction multiplies and adds two; so does
 // what matrix tiles multiply (tiles.h). So do codes of 8 bits (codes.h); behind the codes of a block's keys or values
-// lie their scales, float32 [position].
+// lie their scales, float32 [position]. How codes of 4 bits lie: nibbles.h.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,23 @@
 
 namespace {
 
+constexpr int32_t kNibbleCache = 4;  // AttentionCall::cache_dtype
+
 template <class T>
 constexpr bool kCoded = std::is_same_v<T, code8>;
 
 template <class T>
-constexpr int64_t kPair = std::is_same_v<T, bf16> || kTiled<T> || kCoded<T> ? 2 : 1;
+constexpr bool kNibbles = std::is_same_v<T, code4>;
+
+// With nibbles: of any type that attention reads their numbers in.
+template <class T>
+constexpr int64_t kPair = std::is_same_v<T, bf16> || kTiled<T> || kCoded<T> || kNibbles<T> ? 2 : 1;
 
 // Calls run with an element of the type of a cache: that of the tensors, or codes.
 template <class Run>
 void dispatch_cache(int32_t dtype, const Run& run) {
   if (dtype == 3) run(code8{});
+  if (dtype == kNibbleCache) run(code4{});
   dispatch(dtype, run);
 }
 

@@ -60,6 +60,9 @@ INLINE To bit_cast(const From& from) {
   return to;
 }
 
+// Asks for memory to be brought into the second-level cache; any address will do.
+INLINE void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 template <class Vector>
 INLINE Vector load_raw(const void* from) {
   Vector v;

@@ -28,8 +28,7 @@ from pagewire.kernels.cpu.layer import (
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.mixers import CompiledStates, scratch_widths
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, norm_struct, set_batch
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.data.kv_codes import head_size
+from pagewire.kernels.data.kv_codes import CODES, head_size
 from pagewire.kernels.data.layer import Angles, Half, Layer, LayerNorm, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache, check_scales
 from pagewire.kernels.data.states import MixerStates
@@ -406,7 +405,7 @@ class CompiledStack:
         self._known_caches = []
         first = cache_fields(self.library, caches[0])
         common = {name: value for name, value in first.items() if name not in OF_LAYERS}
-        if caches[0].k.dtype not in (self.dtype, KV_CODES):
+        if caches[0].k.dtype not in (self.dtype, *CODES):
             raise ValueError(f"caches of {caches[0].k.dtype} for layers of {self.dtype}")
         for layer, sizes, struct, cache in zip(
             self._layers, self._sizes, self._structs, of_layers, strict=True

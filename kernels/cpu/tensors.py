@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.library import structure
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.data.kv_codes import head_size
+from pagewire.kernels.data.kv_codes import EIGHT_BITS, FOUR_BITS, head_size
 from pagewire.kernels.data.layer import LayerNorm, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 
@@ -15,7 +14,7 @@ LogitTermsStruct, NormParameters = map(structure, ("LogitTerms", "Norm"))
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
-CACHE_DTYPES = DTYPES | {KV_CODES: 3}
+CACHE_DTYPES = DTYPES | {EIGHT_BITS: 3, FOUR_BITS: 4}
 """The dtypes that a KV cache may have, and their numbers in the C++ code."""
 
 
@@ -24,13 +23,15 @@ def cache_fields(library: ctypes.CDLL, cache: Cache) -> dict[str, int]:
 
     Raises:
         ValueError: their dtypes differ, their heads are not contiguous within a block, a pair of values would be
-            split by a block, or values that are a part of keys end within a pair of elements.
+            split by a block, or values that are a part of keys end within a pair of elements or have 4 bits.
     """
     k_cache, v_cache = cache.k, cache.v
     for stored in cache.tensors:
         check_cache(library, stored)
     if cache.values_in_keys and head_size(v_cache) % 2:
         raise ValueError(f"{head_size(v_cache)} elements of keys cannot be values: their number must be even")
+    if cache.values_in_keys and k_cache.dtype == FOUR_BITS:
+        raise ValueError("keys of 4 bits have no values in them")
     if k_cache.dtype != v_cache.dtype:
         raise ValueError(f"keys of {k_cache.dtype} and values of {v_cache.dtype}")
     return {

@@ -5,7 +5,7 @@ The layout, one pair of tensors per layer:
     K  [num_blocks, num_kv_heads, block_size, head_dim]
     V  [num_blocks, num_kv_heads, block_size, v_head_dim]
 
-A cache of int8 has rows that are wider by a scale (`kv_codes.py`). Where values are the first elements of their
+A cache of codes has rows with scales in them (`kv_codes.py`). Where values are the first elements of their
 keys, as in multi-head latent attention, there is one tensor: V is a view of K.
 
 A request owns a list of blocks, its row of `block_table`. The token at position `p` of the request lies in block
@@ -70,7 +70,7 @@ class AttentionBatch:
 class KVScales(NamedTuple):
     """What the 8-bit floats in a layer's cache are multiplied by to give its keys and values.
 
-    Other caches have no use for them: the model's own dtypes hold numbers as they are, int8 has scales in its rows.
+    Other caches have no use for them: the model's own dtypes hold numbers as they are, rows of codes have scales.
     """
 
     k: float = 1.0
@@ -85,7 +85,7 @@ class Cache:
     """The keys and values of a layer, in the layout of the kernels that read and write them."""
 
     k: Tensor
-    """[num_blocks, Hkv, block_size, D], or wider rows, see `kv_codes.row_width`."""
+    """[num_blocks, Hkv, block_size, D], or rows of codes, see `kv_codes.row_width`."""
     v: Tensor
     """[num_blocks, Hkv, block_size, Dv], likewise; of k's dtype."""
     scales: KVScales = UNSCALED

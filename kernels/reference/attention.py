@@ -25,7 +25,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 def _gather(cache: Tensor, blocks: Tensor, length: int, num_heads: int, dtype: torch.dtype) -> Tensor:
     """The first `length` rows of a request, [num_heads, length, size]: KV heads repeated for their query heads."""
     tokens = token_view(cache)[blocks.long()].flatten(0, 1)[:length]
-    tokens = kv_codes.dequantise(tokens, dtype) if cache.dtype == kv_codes.DTYPE else tokens.to(dtype)
+    tokens = kv_codes.dequantise(tokens, dtype) if cache.dtype in kv_codes.CODES else tokens.to(dtype)
     return tokens.transpose(0, 1).repeat_interleave(num_heads // cache.shape[1], dim=0)
 
 
@@ -146,8 +146,8 @@ def _padded(x: Tensor, size: int, before: int) -> Tensor:
 
 def _as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Keys or values as a cache of `dtype` holds them."""
-    if dtype == kv_codes.DTYPE:
-        return kv_codes.quantise(x)
+    if dtype in kv_codes.CODES:
+        return kv_codes.quantise(x, dtype)
     if dtype.itemsize > 1:
         return x
     largest = torch.finfo(dtype).max

@@ -104,7 +104,7 @@ class Kernels:
 
         Args:
             q: [T, Hq, D], any strides as long as D is contiguous.
-            cache: of the layer; Hq is a multiple of Hkv. On the CPU it may be of int8.
+            cache: of the layer; Hq is a multiple of Hkv. On the CPU it may be of codes, see `kv_codes.py`.
             batch: which rows of q belong to which request.
             scale: factor of the dot products, usually D ** -0.5.
             terms: which keys are seen, and what changes the logits.
@@ -123,7 +123,7 @@ class Kernels:
         """Writes keys and values into their slots of a cache.
 
         Args:
-            k: [T, Hkv, D] in the cache's dtype; may be a strided view. For a cache of 8 bits, of the model's dtype.
+            k: [T, Hkv, D] in the cache's dtype; may be a strided view. For a cache of codes, of the model's dtype.
             v: [T, Hkv, Dv], likewise; not read where the cache has its values in its keys.
             cache: of the layer.
             slot_mapping: int64 [T], `block * block_size + row`; -1 stores nothing.

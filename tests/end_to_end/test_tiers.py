@@ -166,12 +166,13 @@ def test_other_models_and_layouts_find_nothing(saved: Path) -> None:
         assert run(llm, PROMPTS[:1])[1] == [0]
     with engine(saved, hf_overrides={"rope_theta": 5000.0}) as llm:
         assert run(llm, PROMPTS[:1])[1] == [0]
-    with engine(saved, kv_cache_dtype="int8") as llm:
-        assert run(llm, PROMPTS[:1])[1] == [0]
-        assert run(llm, PROMPTS[:1])[1] == [CACHED]
-    with engine(saved, kv_cache_dtype="int8") as llm:
-        assert run(llm, PROMPTS[:1])[1] == [CACHED]
-    assert len([path for path in saved.iterdir() if path.is_dir()]) == 4
+    for codes in ("int8", "int4"):
+        with engine(saved, kv_cache_dtype=codes) as llm:
+            assert run(llm, PROMPTS[:1])[1] == [0]
+            assert run(llm, PROMPTS[:1])[1] == [CACHED]
+        with engine(saved, kv_cache_dtype=codes) as llm:
+            assert run(llm, PROMPTS[:1])[1] == [CACHED]
+    assert len([path for path in saved.iterdir() if path.is_dir()]) == 5
 
 
 def test_two_engines_share_a_folder(tmp_path: Path, expected: dict[str, list[list[int]]]) -> None:

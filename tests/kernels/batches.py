@@ -88,7 +88,7 @@ def page(
     """Request i's tokens `spans[i][0]` to `spans[i][1]` as one step, those before them already in the cache.
 
     `store` writes the cache, in the layout of the kernels that will read it; it is of the requests' dtype, or
-    of `cache_dtype`. Whatever no token was written to holds NaN (of 8 bits: scales of NaN): rest of the last pages,
+    of `cache_dtype`. Whatever no token was written to holds NaN (of codes: scales of NaN): rest of the last pages,
     pages of nobody, unused table entries.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +98,10 @@ def page(
     num_blocks, max_blocks = sum(counts) + 3, max([1, *counts]) + 2
     cache, plain = (shape.allocate(num_blocks, cache_dtype or dtype) for _ in range(2))
     for x in (cache.k, cache.v, plain.k, plain.v):
-        x.fill_(torch.nan if x.is_floating_point() else -1)
+        if x.is_floating_point():
+            x.fill_(torch.nan)
+        else:
+            x.view(torch.int8).fill_(-1)
     free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
     block_table = torch.full((len(spans), max_blocks), 2**30, dtype=torch.int32)
     slot_mapping: list[Tensor] = []

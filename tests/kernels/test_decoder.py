@@ -14,6 +14,7 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.data.integers import Integers, quantise
+from pagewire.kernels.data.kv_codes import CODES
 from pagewire.kernels.data.layer import Activation, Angles, Experts, Layer, Mixture, Norm, Router
 from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.reduced import Sum
@@ -134,10 +135,11 @@ def test_one_call_is_all_the_kernels(dtype: torch.dtype, options: dict[str, obje
     check_one_call(dtype, dtype, options)
 
 
+@pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("served_kernels")
-def test_one_call_over_keys_and_values_of_8_bits(dtype: torch.dtype) -> None:
-    check_one_call(dtype, torch.int8, {"window": 5})
+def test_one_call_over_keys_and_values_in_codes(dtype: torch.dtype, codes: torch.dtype) -> None:
+    check_one_call(dtype, codes, {"window": 5})
 
 
 def with_adapters(stack: Stack, dtype: torch.dtype) -> Stack:

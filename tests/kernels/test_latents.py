@@ -14,8 +14,7 @@ from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.data.kv_codes import row_width
+from pagewire.kernels.data.kv_codes import EIGHT_BITS, row_width
 from pagewire.kernels.data.latents import LatentHeads
 from pagewire.kernels.data.layer import Angles, Indexer, Latents, Layer
 from pagewire.kernels.data.paging import AttentionBatch, Cache
@@ -183,7 +182,7 @@ def test_an_indexer_hides_keys() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("served_kernels")
 def test_one_call_over_a_cache_of_8_bits(dtype: torch.dtype) -> None:
-    check_one_call(latent_stack(dtype), dtype, KV_CODES)
+    check_one_call(latent_stack(dtype), dtype, EIGHT_BITS)
 
 
 @pytest.mark.usefixtures("served_kernels")

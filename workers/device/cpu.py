@@ -15,7 +15,7 @@ from torch import Tensor
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.data.kv_codes import CODES
 from pagewire.workers.device.interface import KernelNeeds, LoadedSizes
 from pagewire.workers.device.kv_size import kv_budget, step_bytes
 from pagewire.workers.device.machine import ALONE, BIND, bound_cpus, default_threads, machine_memory
@@ -107,7 +107,7 @@ class CpuDevice:
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """See `Device.kv_dtypes`."""
-        return (dtype, KV_CODES) if dtype in DTYPES else (dtype,)
+        return (dtype, *CODES) if dtype in DTYPES else (dtype,)
 
     def prepare(self, needs: KernelNeeds) -> None:
         """Nothing to do: the CPU's kernels are compiled at first use."""

@@ -49,7 +49,9 @@ class Dimensions:
     kv_elements: int
     """Numbers that a token adds to the KV cache, in all layers."""
     kv_scales: int
-    """Heads of keys and of values, in all layers: each has a scale where the cache is of 8-bit integers."""
+    """Heads of keys and of values, in all layers: each has scales where the cache is of integers."""
+    has_latents: bool
+    """The cache has latents, of which heads are made."""
     index_elements: int
     """Numbers that a token adds to the keys of indexers, in all layers; they have the model's own dtype."""
     rotary_elements: int
@@ -106,6 +108,7 @@ class Dimensions:
             vocab_size=_number(text, ("vocab_size",)),
             kv_elements=kv_elements,
             kv_scales=kv_scales,
+            has_latents=_number(text, ("kv_lora_rank",)) > 0,
             index_elements=_num_indexers(text, sizes["num_layers"]) * _number(text, ("index_head_dim",)),
             rotary_elements=2
             * (_number(text, ("qk_rope_head_dim",)) or sum({head_dim, *map(_head_dim, others.values())}))

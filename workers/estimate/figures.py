@@ -29,8 +29,9 @@ from pagewire.workers.module.structure import has_stack_structure
 from pagewire.workers.ranks.shares import stage_layers
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
-KV_ITEM_BYTES = ITEM_BYTES | {"int8": 1, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-KV_SCALE_BYTES = {"int8": 4}  # of a token and head, for K and for V
+KV_ITEM_BYTES = ITEM_BYTES | {"int8": 1, "int4": 0.5, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+KV_SCALE_BYTES = {"int8": 4, "int4": 4}  # of a token and head, for K and for V, or of each of its groups
+KV_GROUPS = {"int4": 32}  # elements of a group
 PACKING_ROWS = 1024  # of a matrix that are converted and packed at a time
 # The share of the machine's reading rate that all products of a step of one row reach together, by how weights are
 # held: `python -m benchmarks.inspect_accuracy` with a Llama of 300M on two cores of an AMD EPYC, to a tenth; 4 bits
@@ -129,7 +130,8 @@ def footprint(
     isa: the instruction set of the kernels, or `GPU`. dtype, quantization, kv_dtype: the engine's options.
 
     Raises:
-        LoadError: its configuration has sizes of another form, or its tensors are of a format that is not served.
+        LoadError: its configuration has sizes of another form, its tensors are of a format that is not served, or
+            it has latents, which a KV cache of 4 bits does not take.
     """
     try:
         found = list(matrices(headers.tensors, headers.config, headers.foreign))
@@ -144,6 +146,10 @@ def footprint(
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise LoadError(f"the sizes of this model cannot be told: {error!r}") from error
+    if kv_dtype == "int4" and dimensions.has_latents:
+        raise LoadError(
+            f"kv_cache_dtype 'int4' is not for the latents of {dimensions.model_type}: use 'int8'"
+        )
     layout: Panels | GpuLayout = GpuLayout(own) if isa == GPU else panels_of(isa)
     embedding = next((matrix for matrix in found if matrix.part is Part.EMBEDDING), None)
     is_tied = not any(matrix.part is Part.OUTPUT and not matrix.is_vector for matrix in found)
@@ -154,6 +160,8 @@ def footprint(
     share = min(1.0, dimensions.experts_per_token / dimensions.num_experts) if dimensions.num_experts else 1.0
     by_part = {part: [h for h in held if h.matrix.part is part] for part in Part}
     kv_item = KV_ITEM_BYTES[own if kv_dtype == "auto" else DTYPE_NAMES.get(kv_dtype, kv_dtype)]
+    kv_size = dimensions.kv_elements // max(1, dimensions.kv_scales)  # of a head
+    kv_groups = -(-kv_size // KV_GROUPS.get(kv_dtype, max(1, kv_size)))
     names = [matrix.name for matrix in found]
     return Footprint(
         form=headers.form,
@@ -165,9 +173,9 @@ def footprint(
         is_stack=has_stack_structure(dimensions.model_type, names, headers.config),
         parts=[_figures(part, of_part, share or 1.0) for part, of_part in by_part.items() if of_part],
         loading_bytes=_loading_bytes(held, own),
-        kv_token_bytes=dimensions.kv_elements * kv_item
-        + dimensions.index_elements * KV_ITEM_BYTES[own]
-        + dimensions.kv_scales * KV_SCALE_BYTES.get(kv_dtype, 0),
+        kv_token_bytes=int(dimensions.kv_elements * kv_item)
+        + dimensions.index_elements * ITEM_BYTES[own]
+        + dimensions.kv_scales * kv_groups * KV_SCALE_BYTES.get(kv_dtype, 0),
         state_bytes=dimensions.state_bytes,
         position_bytes=dimensions.rotary_elements * ITEM_BYTES[own],
     )

@@ -19,7 +19,7 @@ from pagewire.ipc.models.registrations import model_path
 from pagewire.ipc.positions import MAX_POSITIONS, too_long
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.library import expected_isa
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.data.kv_codes import CODES, EIGHT_BITS, FOUR_BITS
 from pagewire.workers.device.auto_dtype import auto_dtype
 from pagewire.workers.device.interface import Device
 from pagewire.workers.device.machine import runs_on_cpu
@@ -38,7 +38,8 @@ DTYPES = {
     "half": torch.float16,
 }
 KV_DTYPES = {
-    "int8": KV_CODES,
+    "int8": EIGHT_BITS,
+    "int4": FOUR_BITS,
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -196,13 +197,32 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dty
     kv_dtype = KV_DTYPES.get(name, dtype)
     if kv_dtype in device.kv_dtypes(dtype):
         return kv_dtype
-    if kv_dtype == KV_CODES:
-        raise LoadError(f"kv_cache_dtype 'int8' is for CPUs, not for {device.name}: 'fp8' has 8 bits there")
-    instead = ": 'int8' has 8 bits there" if KV_CODES in device.kv_dtypes(dtype) else ""
+    if kv_dtype in CODES:
+        raise LoadError(f"kv_cache_dtype {name!r} is for CPUs, not for {device.name}: 'fp8' has 8 bits there")
+    instead = ": 'int8' has 8 bits there" if EIGHT_BITS in device.kv_dtypes(dtype) else ""
     raise LoadError(
         f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, "
         f"not {dtype} on {device.name}{instead}"
     )
+
+
+def check_kv_heads(kv_dtype: torch.dtype, config: Any) -> None:
+    """Refuse 4 bits for what has no kernels in them.
+
+    Raises:
+        LoadError: the model attends to latents, or two elements of its heads would not share a byte.
+    """
+    if kv_dtype != FOUR_BITS:
+        return
+    if latent_sizes(config):
+        raise LoadError(
+            f"kv_cache_dtype 'int4' is not for the latents of {config.model_type}: 'int8' keeps them in 8 bits"
+        )
+    if odd := sorted(size for size in head_dims(config) if size % 2):
+        raise LoadError(
+            f"kv_cache_dtype 'int4' needs attention heads of an even size, not {odd[0]} as in "
+            f"{config.model_type}: 'int8' takes any"
+        )
 
 
 def resolve_max_model_len(worker_config: WorkerConfig, config: Any) -> int:

@@ -35,6 +35,7 @@ from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.families.structures import OtherStructureError, require
 from pagewire.workers.module import attention
 from pagewire.workers.module.configuration import (
+    check_kv_heads,
     end_of_sequence,
     has_experts,
     head_dims,
@@ -137,6 +138,7 @@ class ModelSettings:
         dtype = resolve_dtype(worker_config, config)
         log_dtype(worker_config, config, dtype)
         kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
+        check_kv_heads(kv_dtype, config)
         packed = may_be_packed(worker_config, config)
         if spec is not None and spec.encoder:
             return cls(config, spec, dtype, kv_dtype, [], 0, packed=packed)

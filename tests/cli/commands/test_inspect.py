@@ -108,6 +108,7 @@ def test_a_model_that_does_not_fit_has_status_1(tmp_path: Path, capsys: pytest.C
         (("demo", "--gpu-memory", "9" * 400), 2, f"got '{'9' * 40}'"),
         (("demo", *GPU, "--load-format", "dummy"), 2, "has no headers to read"),
         (("demo", *GPU, "--kv-cache-dtype", "int8"), 2, "int8 is for CPUs: fp8 has 8 bits on GPUs"),
+        (("demo", *GPU, "--kv-cache-dtype", "int4"), 2, "int4 is for CPUs: fp8 has 8 bits on GPUs"),
         (("demo", *GPU, "--kv-cache-dtype", "fp8", "--dtype", "float32"), 2, "not float32"),
         (("/nowhere", *GPU), 1, "no model folder /nowhere"),
         (("demo", "--load-format", "dummy", *CPU), 2, "has no headers to read"),

@@ -66,6 +66,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
     [
         ({}, "a KV cache of auto takes no scaling factors, since its elements are the model's"),
         ({"kv_cache_dtype": "int8"}, "a scale for each token and head; kv_cache_dtype='fp8' takes them"),
+        ({"kv_cache_dtype": "int4"}, "since it has scales for each token and head"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "of fp8_e5m2 takes no scaling factors, since its range"),
         ({"kv_cache_dtype": "fp8", "device": "cpu"}, "which GPUs have and CPUs do not"),
     ],

@@ -336,18 +336,19 @@ def test_scales_of_keys_and_values(load: Callable[..., Runner]) -> None:
     assert max(errors[:2]) < 0.1 < errors[2]
 
 
-def test_int8_is_for_cpus(load: Callable[..., Runner]) -> None:
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_codes_are_for_cpus(load: Callable[..., Runner], name: str) -> None:
     with pytest.raises(
-        LoadError, match=r"kv_cache_dtype 'int8' is for CPUs, not for cuda.*'fp8' has 8 bits there"
+        LoadError, match=rf"kv_cache_dtype '{name}' is for CPUs, not for cuda.*'fp8' has 8 bits there"
     ):
-        load(kv_cache_dtype="int8")
+        load(kv_cache_dtype=name)
 
 
 def test_floats_of_8_bits_are_for_gpus(llama: Path) -> None:
     with pytest.raises(LoadError, match="kv_cache_dtype 'fp8' needs a model in bfloat16 or float16 on a GPU"):
         load_runner(llama, kv_cache_dtype="fp8")
-    with pytest.raises(LoadError, match=r"kv_cache_dtype must be one of auto, int8, fp8.*, got 'int4'"):
-        load_runner(llama, kv_cache_dtype="int4")
+    with pytest.raises(LoadError, match=r"kv_cache_dtype must be one of auto, int8, int4.*, got 'int3'"):
+        load_runner(llama, kv_cache_dtype="int3")
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, EDITED], ids=["greedy", "plain", "edited"])

@@ -19,7 +19,7 @@ from pagewire.workers.estimate.inventory import Part
 from pagewire.workers.process import main
 from pagewire.workers.weight_cache import folder as weight_folder
 from pagewire.workers.weight_cache.key import key_of
-from tests.workers.architectures import EXPERTS, GROUPED, Architecture
+from tests.workers.architectures import EXPERTS, GROUPED, LATER_EXPERTS, MLA, Architecture
 from tests.workers.driver import load_runner
 from tests.workers.huge import write_huge
 
@@ -103,6 +103,21 @@ def test_what_is_available_beside_the_weights_goes_to_the_cache(folder: Path) ->
     assert fit(found, wide, 2 * GIB, 2 * GIB).kv_bytes == pytest.approx(
         0.9 * (2 * GIB - fit(found, wide, *ROOMY).base_bytes) - fit(found, wide, *ROOMY).step_bytes, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("codes", ["int8", "int4"])
+@pytest.mark.parametrize("head_dim", [16, 40])
+def test_a_token_takes_the_bytes_of_its_codes_and_scales(tmp_path: Path, codes: str, head_dim: int) -> None:
+    folder = Architecture("llama", GROUPED | {"head_dim": head_dim}).write(tmp_path)
+    expected = sizes(config(folder, kv_cache_dtype=codes)).kv_token_bytes
+    runner = load_runner(folder, kv_cache_dtype=codes)[0]
+    assert expected * runner.config.block_size == runner.block_bytes
+
+
+def test_latents_of_4_bits_are_refused_by_their_headers(tmp_path: Path) -> None:
+    folder = Architecture("deepseek_v2", MLA | LATER_EXPERTS).write(tmp_path)
+    with pytest.raises(LoadError, match="'int4' is not for the latents of deepseek_v2: use 'int8'"):
+        sizes(config(folder, kv_cache_dtype="int4"))
 
 
 def test_remedies_fit_and_are_told(tmp_path: Path) -> None:
