@@ -47,7 +47,7 @@ LayerParameters, SizesParameters, MixtureParameters, SumTakerParameters, GatePar
     map(structure, ("Layer", "AttentionSizes", "Mixture", "SumTaker", "InputGate", "Xielu"))
 )
 LatentParameters, IndexerParameters = map(structure, ("Latents", "Indexer"))
-OF_LAYERS = tuple(field for field, _ in SizesParameters._fields_)
+OF_LAYERS = tuple(field[0] for field in SizesParameters._fields_)
 """The fields of `AttentionCall` that differ between layers."""
 HEAD_NORM_CODES = {HeadNormForm.EACH: 0, HeadNormForm.TOGETHER: 1, HeadNormForm.ROTATED: 2}
 """The forms of head norms in kernels.h."""
