@@ -13,18 +13,20 @@ import io
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 FOLDER = "pagewire/kernels/compiled"  # `pagewire.kernels.native.shipped.FOLDER`
 # What every Linux with glibc has (PEP 600), and PyTorch needs as well. A library that needs libstdc++ would need a
 # version of it, too.
 SYSTEM_LIBRARIES = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s)\.so\.\d+|ld-linux[\w-]*\.so\.\d+")
-OLDEST_GLIBC = 17  # 2.17: older ones are not worth a name
+OLDEST_GLIBC = "2.17"  # older ones are not worth a name
 NEWEST_GCC = (4, 8)  # of libgcc_s's symbols, which each of these machines has
 SHIP = """
 import platform, sys
@@ -40,14 +42,16 @@ for name in names:
 """
 
 
-def kernel_wheel(pure: Path, names: list[str], out: Path) -> Path:
+def kernel_wheel(pure: Path, names: list[str], out: Path, glibc: str = "") -> Path:
     """Make a wheel with the CPU kernels for some instruction sets out of the pure wheel, and return its path.
 
-    names: of instruction sets, as in `build.compiled_for` this machine, or only "all".
+    names: of instruction sets, as in `build.compiled_for` this machine, or only "all". glibc: the version of the C
+    library that they may need, for which ziglang compiles them; by default the compiler of this machine does, for
+    the C library that is here.
 
     Raises:
-        ValueError: a library needs more than the C library and libgcc_s. subprocess.CalledProcessError: it does not
-            compile, or a name is unknown.
+        ValueError: a library needs more than the C library and libgcc_s, or a newer C library than `glibc`.
+        subprocess.CalledProcessError: it does not compile, or a name is unknown.
     """
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name)
@@ -56,18 +60,32 @@ def kernel_wheel(pure: Path, names: list[str], out: Path) -> Path:
         compiled = tree / FOLDER
         compiled.mkdir()
         command = [sys.executable, "-B", "-W", "ignore", "-c", SHIP, str(compiled), *names]
-        subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, check=True)
-        tag = f"py3-none-{platform_tag(compiled.iterdir())}"
+        environment = os.environ | {"PYTHONPATH": str(tree)} | ({"CXX": zig(glibc)} if glibc else {})
+        subprocess.run(command, cwd=tree, env=environment, check=True)
+        tag = f"py3-none-{platform_tag(compiled.iterdir(), glibc)}"
         return packed(tree, out / pure.name.replace("py3-none-any", tag), tag)
 
 
-def platform_tag(libraries: Iterable[Path]) -> str:
-    """The tag of machines that have what the libraries need, such as manylinux_2_34_x86_64, by readelf.
+def zig(glibc: str) -> str:
+    """The command of a C++ compiler that compiles for this machine with another version of the C library.
 
     Raises:
-        ValueError: a library needs more than the C library and libgcc_s.
+        ValueError: the package ziglang is not installed.
     """
-    minor = OLDEST_GLIBC
+    if find_spec("ziglang") is None:
+        raise ValueError("kernels for another C library are compiled by ziglang: pip install ziglang")
+    return f"{shlex.quote(sys.executable)} -m ziglang c++ -target {platform.machine()}-linux-gnu.{glibc}"
+
+
+def platform_tag(libraries: Iterable[Path], glibc: str = "") -> str:
+    """The tag of machines that have what the libraries need, such as manylinux_2_34_x86_64, by readelf.
+
+    glibc: the tag says this version, and no library may need a newer one.
+
+    Raises:
+        ValueError: a library needs more than the C library and libgcc_s, or a newer C library.
+    """
+    newest = glibc or OLDEST_GLIBC
     for library in libraries:
         lines = subprocess.run(
             ["readelf", "-dVW", str(library)], capture_output=True, text=True, check=True
@@ -77,8 +95,11 @@ def platform_tag(libraries: Iterable[Path]) -> str:
             raise ValueError(f"{library.name} needs {', '.join(foreign)}, which not every machine has")
         if newer := [name for name in re.findall(r"Name: GCC_([\d.]+)", lines) if version(name) > NEWEST_GCC]:
             raise ValueError(f"{library.name} needs libgcc_s of GCC {', '.join(newer)}")
-        minor = max([minor, *map(int, re.findall(r"Name: GLIBC_2\.(\d+)", lines))])
-    return f"manylinux_2_{minor}_{platform.machine()}"
+        needs = max(re.findall(r"Name: GLIBC_(2\.\d+)", lines), key=version, default=newest)
+        if glibc and version(needs) > version(glibc):
+            raise ValueError(f"{library.name} needs glibc {needs}, newer than {glibc}")
+        newest = max(newest, needs, key=version)
+    return f"manylinux_{newest.replace('.', '_')}_{platform.machine()}"
 
 
 def version(text: str) -> tuple[int, ...]:

@@ -60,9 +60,10 @@ FLAGS = (
     "-fno-trapping-math",
     *MACROS,
 )
-# Of a library in a wheel: stripped, with what it uses of GCC's C++ runtime hidden in it, since machines have other
+# Of a library in a wheel: stripped, with what it uses of the C++ runtime hidden in it, since machines have other
 # versions of that. The rest of the runtime would ask for the newest C library.
-STANDALONE = ("-s", "-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections")
+STANDALONE = ("-s", "-static-libstdc++", "-Wl,--gc-sections")
+EXPORTS = "{ global: pagewire_*; local: *; };"  # a version script of the linker
 
 COMPILE_SECONDS = 1800.0  # for one part; on a busy machine it takes minutes
 
@@ -254,7 +255,10 @@ def ship(isa: InstructionSet, folder: Path) -> Path:
         BuildError: see `build`.
     """
     path = folder / shipped_name(isa)
-    path.write_bytes(_compiled(isa, STANDALONE))
+    with tempfile.NamedTemporaryFile("w", suffix=".map") as exports:
+        exports.write(EXPORTS)
+        exports.flush()
+        path.write_bytes(_compiled(isa, (*STANDALONE, f"-Wl,--version-script={exports.name}")))
     return path
 
 
@@ -274,7 +278,7 @@ def is_shipped(isa: InstructionSet) -> bool:
 
 def shipped_name(isa: InstructionSet) -> str:
     """The name in a wheel of the library for an instruction set; it needs no compiler."""
-    return _name(isa, *STANDALONE)
+    return _name(isa, *STANDALONE, EXPORTS)
 
 
 def _name(isa: InstructionSet, *parts: str) -> str:
