@@ -10,10 +10,10 @@ import base64
 import csv
 import hashlib
 import io
+import json
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,18 +27,20 @@ FOLDER = "pagewire/kernels/compiled"  # `pagewire.kernels.native.shipped.FOLDER`
 # version of it, too.
 SYSTEM_LIBRARIES = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s)\.so\.\d+|ld-linux[\w-]*\.so\.\d+")
 OLDEST_GLIBC = "2.17"  # older ones are not worth a name
+RUNTIME = ("libstdc++.a", "libgcc_eh.a")  # of g++: C++ itself, and its exceptions
 NEWEST_GCC = (4, 8)  # of libgcc_s's symbols, which each of these machines has
 SHIP = """
-import platform, sys
+import json, platform, sys
 from pathlib import Path
 from pagewire.kernels.cpu.build import compiled_for, ship
 
+folder, names, linker = json.loads(sys.argv[1])
 known = {isa.name: isa for isa in compiled_for(platform.machine())}
-names = list(known) if sys.argv[2:] == ["all"] else sys.argv[2:]
+names = list(known) if names == ["all"] else names
 if unknown := set(names) - set(known):
     sys.exit(f"no such instruction sets: {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
 for name in names:
-    ship(known[name], Path(sys.argv[1]))
+    ship(known[name], Path(folder), linker)
 """
 
 
@@ -46,8 +48,7 @@ def kernel_wheel(pure: Path, names: list[str], out: Path, glibc: str = "") -> Pa
     """Make a wheel with the CPU kernels for some instruction sets out of the pure wheel, and return its path.
 
     names: of instruction sets, as in `build.compiled_for` this machine, or only "all". glibc: the version of the C
-    library that they may need, for which ziglang compiles them; by default the compiler of this machine does, for
-    the C library that is here.
+    library that they may need; default: what the linker of this machine makes of them.
 
     Raises:
         ValueError: a library needs more than the C library and libgcc_s, or a newer C library than `glibc`.
@@ -59,22 +60,31 @@ def kernel_wheel(pure: Path, names: list[str], out: Path, glibc: str = "") -> Pa
             archive.extractall(tree)
         compiled = tree / FOLDER
         compiled.mkdir()
-        command = [sys.executable, "-B", "-W", "ignore", "-c", SHIP, str(compiled), *names]
-        environment = os.environ | {"PYTHONPATH": str(tree)} | ({"CXX": zig(glibc)} if glibc else {})
-        subprocess.run(command, cwd=tree, env=environment, check=True)
+        wanted = json.dumps([str(compiled), names, linker(glibc) if glibc else []])
+        command = [sys.executable, "-B", "-W", "ignore", "-c", SHIP, wanted]
+        subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, check=True)
         tag = f"py3-none-{platform_tag(compiled.iterdir(), glibc)}"
         return packed(tree, out / pure.name.replace("py3-none-any", tag), tag)
 
 
-def zig(glibc: str) -> str:
-    """The command of a C++ compiler that compiles for this machine with another version of the C library.
+def linker(glibc: str) -> list[str]:
+    """The command that links objects of g++ for a machine with another version of the C library: ziglang's linker.
+
+    It has the symbols of every version. The C++ runtime is g++'s own, as its code wants it.
 
     Raises:
-        ValueError: the package ziglang is not installed.
+        ValueError: the package ziglang is not installed. subprocess.CalledProcessError: there is no g++.
     """
     if find_spec("ziglang") is None:
-        raise ValueError("kernels for another C library are compiled by ziglang: pip install ziglang")
-    return f"{shlex.quote(sys.executable)} -m ziglang c++ -target {platform.machine()}-linux-gnu.{glibc}"
+        raise ValueError("ziglang links for another C library than this machine's: pip install ziglang")
+    target = f"{platform.machine()}-linux-gnu.{glibc}"
+    return [sys.executable, "-m", "ziglang", "cc", "-target", target, *map(archive_of_gcc, RUNTIME)]
+
+
+def archive_of_gcc(name: str) -> str:
+    """The path of a static library of g++."""
+    command = ["g++", f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def platform_tag(libraries: Iterable[Path], glibc: str = "") -> str:

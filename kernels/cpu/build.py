@@ -15,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,8 +249,10 @@ def build(isa: InstructionSet) -> bytes:
     return library
 
 
-def ship(isa: InstructionSet, folder: Path) -> Path:
+def ship(isa: InstructionSet, folder: Path, linker: Sequence[str] = ()) -> Path:
     """Compile the library for an instruction set as a wheel has it, into a folder, and return its path.
+
+    linker: a command that links it, such as one that knows an older C library (default: the compiler).
 
     Raises:
         BuildError: see `build`.
@@ -258,7 +261,8 @@ def ship(isa: InstructionSet, folder: Path) -> Path:
     with tempfile.NamedTemporaryFile("w", suffix=".map") as exports:
         exports.write(EXPORTS)
         exports.flush()
-        path.write_bytes(_compiled(isa, (*STANDALONE, f"-Wl,--version-script={exports.name}")))
+        hidden = f"-Wl,--version-script={exports.name}"
+        path.write_bytes(_compiled(isa, linker, (*STANDALONE, hidden)))
     return path
 
 
@@ -295,7 +299,7 @@ def _flags(isa: InstructionSet) -> list[str]:
     return [*FLAGS, *isa.compiler_flags, *isa.panels.macros]
 
 
-def _compiled(isa: InstructionSet, linker_flags: tuple[str, ...] = ()) -> bytes:
+def _compiled(isa: InstructionSet, linker: Sequence[str] = (), linker_flags: Sequence[str] = ()) -> bytes:
     command = [*compiler_command(), *_flags(isa)]
     sources = [Path(__file__).parent / source for source in SOURCES]
     try:
@@ -305,7 +309,8 @@ def _compiled(isa: InstructionSet, linker_flags: tuple[str, ...] = ()) -> bytes:
         ):
             library = Path(directory) / "kernels.so"
             objects = _compile(command, sources, library.parent, progress)
-            _run([*command, "-shared", *map(str, objects), "-o", str(library), *linker_flags])
+            link = [*(linker or command), "-shared", *map(str, objects)]
+            _run([*link, "-o", str(library), *linker_flags])
             return library.read_bytes()
     except OSError as error:
         raise BuildError(f"cannot compile in {tempfile.gettempdir()}: {error}") from error
