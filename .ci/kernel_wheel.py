@@ -93,13 +93,14 @@ def platform_tag(libraries: Iterable[Path], glibc: str = "") -> str:
     glibc: the tag says this version, and no library may need a newer one.
 
     Raises:
-        ValueError: a library needs more than the C library and libgcc_s, or a newer C library.
+        ValueError: a library needs more than the C library and libgcc_s, or a newer C library, or defines symbols
+            for others beside its own.
     """
     newest = glibc or OLDEST_GLIBC
     for library in libraries:
-        lines = subprocess.run(
-            ["readelf", "-dVW", str(library)], capture_output=True, text=True, check=True
-        ).stdout
+        lines = readelf(library, "-dV")
+        if shown := [name for name in shown_symbols(library) if not name.startswith("pagewire_")]:
+            raise ValueError(f"{library.name} shows {', '.join(shown[:3])}, which other libraries may take")
         needed = re.findall(r"\(NEEDED\).*\[(.+)\]", lines)
         if foreign := [name for name in needed if not SYSTEM_LIBRARIES.fullmatch(name)]:
             raise ValueError(f"{library.name} needs {', '.join(foreign)}, which not every machine has")
@@ -110,6 +111,19 @@ def platform_tag(libraries: Iterable[Path], glibc: str = "") -> str:
             raise ValueError(f"{library.name} needs glibc {needs}, newer than {glibc}")
         newest = max(newest, needs, key=version)
     return f"manylinux_{newest.replace('.', '_')}_{platform.machine()}"
+
+
+def shown_symbols(library: Path) -> list[str]:
+    """The symbols that a library defines for others."""
+    rows = (line.split() for line in readelf(library, "--dyn-syms").splitlines())
+    return [row[7] for row in rows if len(row) > 7 and row[4] in ("GLOBAL", "WEAK") and row[6] != "UND"]
+
+
+def readelf(library: Path, what: str) -> str:
+    """What readelf says of a library, in wide lines."""
+    return subprocess.run(
+        ["readelf", "-W", what, str(library)], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def version(text: str) -> tuple[int, ...]:

@@ -42,6 +42,20 @@ MAY_IMPORT = {
 }
 HEAVY = {"torch", "transformers", "numpy", "PIL", "soundfile", "soxr"}
 IMPURE = {"threading", "time", "zmq"}
+# What the standard library has since Python 3.11 or later; the wheel installs on 3.10.
+NEWER = {
+    *("tomllib", "enum.ReprEnum", "enum.StrEnum", "asyncio.Runner", "asyncio.TaskGroup", "asyncio.timeout"),
+    *("contextlib.chdir", "datetime.UTC", "hashlib.file_digest", "itertools.batched", "typing.LiteralString"),
+    *(
+        "typing.Never",
+        "typing.NotRequired",
+        "typing.Required",
+        "typing.Self",
+        "typing.Unpack",
+        "typing.override",
+    ),
+    *("typing.assert_never", "typing.assert_type", "typing.dataclass_transform", "warnings.deprecated"),
+}
 
 
 def name_of(path: Path) -> str:
@@ -144,6 +158,15 @@ def test_a_runner_is_built_from_few_finished_objects() -> None:
         and "Runner" in ast.unparse(node.annotation)
     ]
     assert parameters == []
+
+
+def test_nothing_needs_a_newer_python_than_the_wheel() -> None:
+    def newer(path: Path) -> set[str]:
+        attributes = (node for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute))
+        named = {f"{node.value.id}.{node.attr}" for node in attributes if isinstance(node.value, ast.Name)}
+        return (imports(path) | named) & NEWER
+
+    assert offenders(SOURCES, newer) == []
 
 
 def test_sources_import_by_full_names() -> None:

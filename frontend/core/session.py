@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 from pagewire.frontend import wiring
 from pagewire.frontend.core.core_source import CoreProcess, RunningCores
@@ -44,6 +44,8 @@ from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.sockets import CurveKeys
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from pagewire.ipc.options.engine_args import EngineArgs
 
 logger = logging.getLogger("pagewire.frontend")
