@@ -37,7 +37,7 @@ def without_waiting(options: argparse.Namespace, args: EngineArgs) -> Iterator[N
     Only for an embedded model, of a command at a terminal; a line there says so. `serve` and `chat` compile the
     kernels meanwhile. `PAGEWIRE_CPU_ISA`, whatever it names, turns this off.
     """
-    if not may_begin_with_pytorch(options, args) or not lacks_kernels():
+    if not may_begin_with_pytorch(options, args):
         yield
         return
     compiles = options.command in LASTING
@@ -59,22 +59,19 @@ def later(model: str) -> str:
 
 
 def may_begin_with_pytorch(options: argparse.Namespace, args: EngineArgs) -> bool:
-    """True if an engine with these options is one embedded model, alone on the CPU, for somebody at a terminal."""
+    """True if an engine with these options is one embedded model, in one worker here, for somebody at a terminal.
+
+    A worker on another machine would choose its kernels itself.
+    """
     if options.command not in (*LASTING, "generate") or getattr(options, "also", None):
         return False
     at_terminal = sys.stderr is not None and sys.stderr.isatty()
-    if not at_terminal or args.model not in EMBEDDED or os.environ.get(VARIABLE):
+    if not at_terminal or args.model not in EMBEDDED or args.num_workers > 1 or os.environ.get(VARIABLE):
         return False
+    from pagewire.kernels.cpu.library import must_compile
     from pagewire.workers.device.machine import runs_on_cpu
 
-    return runs_on_cpu(args.device)
-
-
-def lacks_kernels() -> bool:
-    """True if an engine would first compile the kernels for this CPU."""
-    from pagewire.kernels.cpu.library import must_compile
-
-    return must_compile()
+    return runs_on_cpu(args.device) and must_compile()
 
 
 @contextmanager
