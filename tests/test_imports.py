@@ -44,18 +44,19 @@ HEAVY = {"torch", "transformers", "numpy", "PIL", "soundfile", "soxr"}
 IMPURE = {"threading", "time", "zmq"}
 # What the standard library has since Python 3.11 or later; the wheel installs on 3.10.
 NEWER = {
-    *("tomllib", "enum.ReprEnum", "enum.StrEnum", "asyncio.Runner", "asyncio.TaskGroup", "asyncio.timeout"),
-    *("contextlib.chdir", "datetime.UTC", "hashlib.file_digest", "itertools.batched", "typing.LiteralString"),
-    *(
-        "typing.Never",
-        "typing.NotRequired",
-        "typing.Required",
-        "typing.Self",
-        "typing.Unpack",
-        "typing.override",
-    ),
-    *("typing.assert_never", "typing.assert_type", "typing.dataclass_transform", "warnings.deprecated"),
-}
+    f"{module}.{name}"
+    for module, names in {
+        "asyncio": "Runner TaskGroup timeout",
+        "contextlib": "chdir",
+        "datetime": "UTC",
+        "enum": "ReprEnum StrEnum",
+        "hashlib": "file_digest",
+        "itertools": "batched",
+        "typing": "LiteralString Never NotRequired Required Self Unpack assert_never assert_type override",
+        "warnings": "deprecated",
+    }.items()
+    for name in names.split()
+} | {"tomllib"}
 
 
 def name_of(path: Path) -> str:
