@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-heavy test-peers siege test-cpu test-sets test-cuda test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-arm test-clients lint types docs test-documents packages test-packages sbom vendored rehearse-gpu wheels clean
+.PHONY: demo test test-fast test-heavy test-peers siege test-cpu test-sets test-cuda test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-arm test-clients lint types docs test-documents packages packages-kernels test-packages pythons sbom vendored rehearse-gpu wheels clean
 
 # What the demo needs and no more: no tools of development, no bytecode of all packages ahead (an import makes its own),
 # and the plain PyTorch kernels, since compiling ours takes a minute of two processors, once. Any other start has them.
@@ -225,11 +225,24 @@ docs: $(VENV)/.docs types
 # What is published, in dist/: the sdist and the wheel, and a wheel for machines without an engine (deploy/client).
 packages: $(STAMP)
 	$(BIN)/python .ci/packages.py dist
-# The same, and a wheel with compiled CPU kernels, for the instruction sets in KERNELS (avx2,avx512_bf16). Each takes about a
-# minute of a processor.
+# The same, and a wheel with compiled CPU kernels, for the instruction sets in KERNELS (avx2,avx512_bf16), of which each takes
+# minutes of a processor. g++ compiles them. ziglang's linker knows older C libraries: these need GLIBC, as PyTorch does.
 KERNELS := all
-packages-kernels: $(STAMP)
-	$(BIN)/python .ci/packages.py dist --kernels $(KERNELS)
+GLIBC := 2.28
+$(VENV)/.ziglang: $(STAMP) constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt ziglang
+	@touch $@
+packages-kernels: $(VENV)/.ziglang
+	$(BIN)/python .ci/packages.py dist --kernels $(KERNELS) --glibc $(GLIBC)
+
+# The wheel in clean environments without a compiler, of several Pythons: for changes of the requirements. PYTHONS may name
+# versions that uv knows, paths, and lower versions of what is installed: 3.10:torch==2.6.0,transformers==5.17.0
+PYTHONS := 3.10 3.11 3.12 3.13 3.14
+WHEEL = $(lastword $(sort $(wildcard dist/pagewire-*.whl)))
+pythons: $(PIP)
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt uv
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python .ci/pythons.py $(WHEEL) $(PYTHONS)
+
 test-packages: $(STAMP)
 	$(BIN)/pytest -m packages tests/packages
 

@@ -1,9 +1,9 @@
 """Builds what is published: the sdist and wheel of `pagewire`, and the wheel of `pagewire-client`.
 
-    python .ci/packages.py [dist] [--kernels all]
+    python .ci/packages.py [dist] [--kernels all [--glibc 2.28]]
 
 With `--kernels`, a fourth file is a wheel with compiled CPU kernels for these instruction sets, such as
-`avx2,avx512_bf16`, or `all`: for machines whose C library has what the one here gave them.
+`avx2,avx512_bf16`, or `all`: for machines with this version of the C library, or a newer one.
 
 They are built from a copy of the tree, so nothing that lies around gets in, and the wheel of `pagewire` from its
 sdist, so that both hold the same. setuptools is the only tool; nothing is fetched.
@@ -76,11 +76,17 @@ def main() -> None:
         metavar="SETS",
         help="build a wheel with CPU kernels for these instruction sets, too, such as avx2,avx512_bf16 (or all)",
     )
+    parser.add_argument(
+        "--glibc",
+        metavar="VERSION",
+        default="",
+        help="the C library that they may need, such as 2.28 (default: that of this machine); needs ziglang",
+    )
     options = parser.parse_args()
     out = options.out.resolve()
     paths = build(out)
     if options.kernels:
-        paths.append(kernel_wheel(paths[1], options.kernels.split(","), out))
+        paths.append(kernel_wheel(paths[1], options.kernels.split(","), out, options.glibc))
     for path in paths:
         print(f"{path.stat().st_size / 1e6:5.1f} MB  {path}")
 

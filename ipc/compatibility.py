@@ -627,7 +627,7 @@ FOUNDATIONS: Mapping[str, Absent] = {
     "Intel Extension for PyTorch": Absent(
         "CPUs have kernels of this project, for AVX2, AVX-512, AMX and NEON", "nothing is to be installed"
     ),
-    "Python 3.8, 3.9": Absent("they get no more fixes", "use Python 3.10 to 3.13"),
+    "Python 3.8, 3.9": Absent("they get no more fixes", "use Python 3.10 to 3.14"),
     "ROCm, TPU, Neuron, XPU, OpenVINO": Absent(
         "their devices are not served", "use an NVIDIA GPU, or a CPU (x86, ARM)"
     ),

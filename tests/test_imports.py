@@ -42,6 +42,21 @@ MAY_IMPORT = {
 }
 HEAVY = {"torch", "transformers", "numpy", "PIL", "soundfile", "soxr"}
 IMPURE = {"threading", "time", "zmq"}
+# What the standard library has since Python 3.11 or later; the wheel installs on 3.10.
+NEWER = {
+    f"{module}.{name}"
+    for module, names in {
+        "asyncio": "Runner TaskGroup timeout",
+        "contextlib": "chdir",
+        "datetime": "UTC",
+        "enum": "ReprEnum StrEnum",
+        "hashlib": "file_digest",
+        "itertools": "batched",
+        "typing": "LiteralString Never NotRequired Required Self Unpack assert_never assert_type override",
+        "warnings": "deprecated",
+    }.items()
+    for name in names.split()
+} | {"tomllib"}
 
 
 def name_of(path: Path) -> str:
@@ -144,6 +159,15 @@ def test_a_runner_is_built_from_few_finished_objects() -> None:
         and "Runner" in ast.unparse(node.annotation)
     ]
     assert parameters == []
+
+
+def test_nothing_needs_a_newer_python_than_the_wheel() -> None:
+    def newer(path: Path) -> set[str]:
+        attributes = (node for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute))
+        named = {f"{node.value.id}.{node.attr}" for node in attributes if isinstance(node.value, ast.Name)}
+        return (imports(path) | named) & NEWER
+
+    assert offenders(SOURCES, newer) == []
 
 
 def test_sources_import_by_full_names() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,33 +44,46 @@ def opened(
     """
     from pagewire.frontend.api.async_llm import AsyncLLM
     from pagewire.ipc import logs
-    from pagewire.ipc.wire.sockets import CurveKeys
 
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "WARNING")
     logs.configure()
     check_attachment(options)
-    if options.attach:
-        keys = None
-        if options.curve_secret:
-            keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
-        traces = getattr(options, "otlp_traces_endpoint", None)
-        engine = AsyncLLM.attach(
-            options.attach,
-            curve=keys,
-            name=options.command,
-            otlp_traces_endpoint=traces,
-            reattach_timeout=reattach_timeout,
-            peer_uid=options.peer_uid,
-            trust_remote_code=getattr(options, "trust_remote_code", False),
-            allowed_local_media_path=getattr(options, "allowed_local_media_path", ""),
-            allowed_media_domains=getattr(options, "allowed_media_domains", None),
-        )
-    else:
-        engine = AsyncLLM.from_engine_args(engine_args(options), restarts=restarts)
-    try:
+    with ExitStack() as stack:
+        if options.attach:
+            engine = attached(options, reattach_timeout)
+        else:
+            from pagewire.cli.console.first_start import without_waiting
+
+            args = engine_args(options)
+            stack.enter_context(without_waiting(options, args))
+            engine = AsyncLLM.from_engine_args(args, restarts=restarts)
+        stack.callback(engine.shutdown)
         yield engine
-    finally:
-        engine.shutdown()
+
+
+def attached(options: argparse.Namespace, reattach_timeout: float) -> AsyncLLM:
+    """Attach to the core at `--attach`.
+
+    Raises:
+        see `opened`.
+    """
+    from pagewire.frontend.api.async_llm import AsyncLLM
+    from pagewire.ipc.wire.sockets import CurveKeys
+
+    keys = None
+    if options.curve_secret:
+        keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
+    return AsyncLLM.attach(
+        options.attach,
+        curve=keys,
+        name=options.command,
+        otlp_traces_endpoint=getattr(options, "otlp_traces_endpoint", None),
+        reattach_timeout=reattach_timeout,
+        peer_uid=options.peer_uid,
+        trust_remote_code=getattr(options, "trust_remote_code", False),
+        allowed_local_media_path=getattr(options, "allowed_local_media_path", ""),
+        allowed_media_domains=getattr(options, "allowed_media_domains", None),
+    )
 
 
 def check_attachment(options: argparse.Namespace) -> None:

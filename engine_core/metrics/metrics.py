@@ -528,7 +528,7 @@ def internals(core: MeasuredEngine) -> Iterator[Row]:
     yield counter("pagewire:worker_idle_seconds_total", text, core.steps.idle_us / 1e6)
     text = "Steps by what ran them in the worker: one compiled call, a recorded graph, or operation by operation."
     for way in Way:
-        yield counter("pagewire:worker_steps_total", text, core.steps.by_way[way], {"way": way})
+        yield counter("pagewire:worker_steps_total", text, core.steps.by_way[way], {"way": way.value})
     text = "Duration of each step in the worker."
     yield histogram("pagewire:worker_step_seconds", text, metrics.step_seconds)
     text = (

@@ -22,7 +22,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pagewire.frontend import wiring
 from pagewire.frontend.api.async_engine import AsyncEngine
@@ -45,6 +45,8 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from pagewire.ipc.options.engine_args import EngineArgs
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagewire.frontend import wiring
 from pagewire.frontend.api.batch import complete_or_search, search_beams
@@ -24,6 +24,8 @@ from pagewire.ipc.compatibility import NAMES
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from pagewire.frontend.requests.decisions import Decision
 
 

@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from pagewire.frontend import wiring
 from pagewire.frontend.api.beam_requests import BeamRequest, EngineSearches
@@ -31,6 +31,8 @@ from pagewire.ipc.wire.params import Age, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from pagewire.ipc.options.engine_args import EngineArgs
 
 logger = logging.getLogger("pagewire.frontend")

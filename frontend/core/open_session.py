@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 from pagewire.frontend import wiring
 from pagewire.frontend.core.core_source import RunningCores
@@ -20,6 +20,8 @@ from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.sockets import CurveKeys
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from pagewire.ipc.options.engine_args import EngineArgs
 
 P = ParamSpec("P")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
+from enum import Enum
 
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Item, LogprobRows, Media, Message, Task
@@ -156,7 +156,7 @@ class RowResult(Item):
         )
 
 
-class Way(StrEnum):
+class Way(str, Enum):
     """The way in which a worker runs a step, see `pagewire.workers.run.route`."""
 
     DECODING = "decoding"

@@ -15,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,10 @@ FLAGS = (
     "-fno-trapping-math",
     *MACROS,
 )
-# Of a library in a wheel: stripped, with what it uses of GCC's C++ runtime hidden in it, since machines have other
+# Of a library in a wheel: stripped, with what it uses of the C++ runtime hidden in it, since machines have other
 # versions of that. The rest of the runtime would ask for the newest C library.
-STANDALONE = ("-s", "-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections")
+STANDALONE = ("-s", "-static-libstdc++", "-Wl,--gc-sections")
+EXPORTS = "{ global: pagewire_*; local: *; };"  # a version script of the linker
 
 COMPILE_SECONDS = 1800.0  # for one part; on a busy machine it takes minutes
 
@@ -247,14 +249,20 @@ def build(isa: InstructionSet) -> bytes:
     return library
 
 
-def ship(isa: InstructionSet, folder: Path) -> Path:
+def ship(isa: InstructionSet, folder: Path, linker: Sequence[str] = ()) -> Path:
     """Compile the library for an instruction set as a wheel has it, into a folder, and return its path.
+
+    linker: a command that links it, such as one that knows an older C library (default: the compiler).
 
     Raises:
         BuildError: see `build`.
     """
     path = folder / shipped_name(isa)
-    path.write_bytes(_compiled(isa, STANDALONE))
+    with tempfile.NamedTemporaryFile("w", suffix=".map") as exports:
+        exports.write(EXPORTS)
+        exports.flush()
+        hidden = f"-Wl,--version-script={exports.name}"
+        path.write_bytes(_compiled(isa, linker, (*STANDALONE, hidden)))
     return path
 
 
@@ -274,7 +282,7 @@ def is_shipped(isa: InstructionSet) -> bool:
 
 def shipped_name(isa: InstructionSet) -> str:
     """The name in a wheel of the library for an instruction set; it needs no compiler."""
-    return _name(isa, *STANDALONE)
+    return _name(isa, *STANDALONE, EXPORTS)
 
 
 def _name(isa: InstructionSet, *parts: str) -> str:
@@ -291,7 +299,7 @@ def _flags(isa: InstructionSet) -> list[str]:
     return [*FLAGS, *isa.compiler_flags, *isa.panels.macros]
 
 
-def _compiled(isa: InstructionSet, linker_flags: tuple[str, ...] = ()) -> bytes:
+def _compiled(isa: InstructionSet, linker: Sequence[str] = (), linker_flags: Sequence[str] = ()) -> bytes:
     command = [*compiler_command(), *_flags(isa)]
     sources = [Path(__file__).parent / source for source in SOURCES]
     try:
@@ -301,7 +309,8 @@ def _compiled(isa: InstructionSet, linker_flags: tuple[str, ...] = ()) -> bytes:
         ):
             library = Path(directory) / "kernels.so"
             objects = _compile(command, sources, library.parent, progress)
-            _run([*command, "-shared", *map(str, objects), "-o", str(library), *linker_flags])
+            link = [*(linker or command), "-shared", *map(str, objects)]
+            _run([*link, "-o", str(library), *linker_flags])
             return library.read_bytes()
     except OSError as error:
         raise BuildError(f"cannot compile in {tempfile.gettempdir()}: {error}") from error

@@ -17,8 +17,10 @@ from pagewire.kernels.cpu.build import (
     compiler_command,
     emulated_tiles,
     is_shipped,
+    library_name,
     supported_instruction_sets,
 )
+from pagewire.kernels.native import cache
 from pagewire.kernels.native.declarations import POINTER, functions, struct_fields
 
 logger = logging.getLogger("pagewire.kernels")
@@ -140,6 +142,22 @@ def expected_isa() -> str:
     except BuildError:
         return next((isa.name for isa in candidates if is_shipped(isa)), REFERENCE)
     return candidates[0].name
+
+
+def must_compile() -> bool:
+    """True if `choose` would compile the best library: neither the wheel nor the cache has it.
+
+    Raises:
+        ValueError: see `choose`.
+    """
+    name = expected_isa()
+    if name == REFERENCE:
+        return False
+    isa = next(isa for isa in _candidates(os.environ.get("PAGEWIRE_CPU_ISA")) if isa.name == name)
+    try:
+        return not is_shipped(isa) and cache.read(library_name(isa)) is None
+    except BuildError:  # a compiler that does not run
+        return False
 
 
 def _candidates(forced: str | None) -> list[InstructionSet]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.kernels.cpu.build import STANDALONE, compiler_command
+from pagewire.kernels.cpu.build import EXPORTS, STANDALONE, compiler_command
 from tests.end_to_end.conftest import SMALL_CORE
 from tests.packages.test_packages import Environment, Packages, ci_script, packages
 
@@ -81,13 +81,48 @@ def test_a_library_of_other_sources_does_not_count(bare: Environment) -> None:
     assert "no C++ compiler" in said and said.split()[-2:] == ["reference", "None"]
 
 
-def test_a_library_that_needs_the_runtime_of_c_plus_plus_gets_no_tag(tmp_path: Path) -> None:
-    source, library = tmp_path / "source.cpp", tmp_path / "library.so"
-    source.write_text('#include <new>\nextern "C" void* f() { return ::operator new(8); }\n', "utf-8")
-    compiler = [*compiler_command(), "-shared", "-fPIC", str(source), "-o", str(library)]
-    platform_tag = ci_script("kernel_wheel")["platform_tag"]
-    subprocess.run(compiler, check=True)
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """A command that compiles an object whose code allocates as C++ does, and links it as `library.so`."""
+    source = tmp_path / "source.cpp"
+    source.write_text(
+        '#include <new>\nextern "C" void* pagewire_f() { return ::operator new(8); }\n', "utf-8"
+    )
+    return [*compiler_command(), "-shared", "-fPIC", str(source), "-o", str(tmp_path / "library.so")]
+
+
+def hidden(folder: Path) -> list[str]:
+    """The linker's flags of a library in a wheel."""
+    exports = folder / "exports.map"
+    exports.write_text(EXPORTS, "utf-8")
+    return [*STANDALONE, f"-Wl,--version-script={exports}"]
+
+
+def test_a_library_that_needs_the_runtime_of_c_plus_plus_gets_no_tag(
+    small: list[str], tmp_path: Path
+) -> None:
+    library, platform_tag = tmp_path / "library.so", ci_script("kernel_wheel")["platform_tag"]
+    subprocess.run(small, check=True)
     with pytest.raises(ValueError, match=r"library\.so needs libstdc\+\+\.so\.6"):
         platform_tag([library])
-    subprocess.run([*compiler, *STANDALONE], check=True)
+    subprocess.run([*small, *hidden(tmp_path)], check=True)
     assert re.fullmatch(r"manylinux_2_\d\d_\w+", platform_tag([library]))
+    with pytest.raises(ValueError, match=r"needs glibc 2\.\d+, newer than 2\.1$"):
+        platform_tag([library], "2.1")
+
+
+def test_a_library_that_shows_its_runtime_to_others_gets_no_tag(small: list[str], tmp_path: Path) -> None:
+    subprocess.run([*small, "-static-libstdc++"], check=True)
+    with pytest.raises(ValueError, match=r"library\.so shows \w+"):
+        ci_script("kernel_wheel")["platform_tag"]([tmp_path / "library.so"])
+
+
+def test_a_library_is_linked_for_an_older_c_library(small: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("ziglang", reason="`make packages-kernels` installs it")
+    script, parts = ci_script("kernel_wheel"), [tmp_path / "object.o", tmp_path / "library.so"]
+    compiler = [word for word in small[:-2] if word != "-shared"]
+    subprocess.run([*compiler, "-c", "-o", str(parts[0])], check=True)
+    link = [*script["linker"]("2.28"), "-shared", str(parts[0]), "-o", str(parts[1])]
+    subprocess.run([*link, *hidden(tmp_path)], check=True)
+    assert script["platform_tag"]([parts[1]], "2.28").startswith("manylinux_2_28_")
+    assert script["shown_symbols"](parts[1]) == ["pagewire_f"]
