@@ -185,6 +185,8 @@ class MessageIntake:
                 )
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
+            for wing in core.wings:
+                wing.check_submit()
             charge = self._charge(client, request, self._check(request))
             try:
                 group = self._sequences(client, request, now)

@@ -185,7 +185,7 @@ class EngineWiring:
             promises=promises,
             block_events=BlockEvents(clients, scheduler.kv.pool, self._publisher),
             calls=calls,
-            sleep=WorkerSleep(scheduler, worker, calls),
+            sleep=WorkerSleep(scheduler, worker, calls, host.supervisor, config.args.while_asleep),
         )
 
     def _open_scheduler(

@@ -110,6 +110,10 @@ class Control(Wing):
         """
         return self._sleep.holds_steps or any(not deferred.drain for deferred in self._deferred)
 
+    def check_submit(self) -> None:
+        """Refuse requests while the engine sleeps, if it is told to."""
+        self._sleep.check_submit()
+
     @property
     def awaits_workers(self) -> bool:
         """True if calls wait for workers."""
@@ -130,6 +134,7 @@ class Control(Wing):
             if (method := self._methods.get(call.method)) is not None:
                 method(caller, **arguments)
             else:
+                self._sleep.check_workers(call.method)
                 self._worker_calls.call(call.method, arguments, caller.end)
         except Exception as error:  # a caller's mistake must not end the core
             caller.refuse(error)
@@ -251,10 +256,11 @@ class Control(Wing):
         """Call a method of every worker; answers the list of results.
 
         Raises:
-            ValueError: a method in which the core takes part, such as `sleep`.
+            ValueError: a method in which the core takes part, such as `sleep`. EngineAsleepError: no workers run.
         """
         if (declared := CALLS.get(method)) is not None and declared.runs_in is RunsIn.BOTH:
             raise ValueError(f"collective_rpc: the core takes part in {method}: call {method} itself")
+        self._sleep.check_workers(method)
         self._worker_calls.call(method, kwargs or {}, caller.end, args)
 
     def check_health(self, caller: FrontendCall) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from pagewire.ipc.wire.worker_messages import WorkerConfig
@@ -11,15 +12,21 @@ from pagewire.workers.network.loaded import LoadedModel
 class WorkerModel:
     """A model whose weights can be dropped.
 
-    loaded: None while they are. load: loads a configuration; raises LoadError if it cannot.
-    config: what is loaded the next time.
+    loaded: None while they are. writer: a thread that writes them to a file; None: none does. load: loads a configuration; raises LoadError if it cannot.
+    config: what is loaded the next time. copy: copies a model elsewhere, and returns what makes it of that; or None.
     """
 
     def __init__(
-        self, loaded: LoadedModel, load: Callable[[WorkerConfig], LoadedModel], config: WorkerConfig
+        self,
+        loaded: LoadedModel,
+        load: Callable[[WorkerConfig], LoadedModel],
+        config: WorkerConfig,
+        copy: Callable[[LoadedModel], Callable[[], LoadedModel] | None] = lambda loaded: None,
     ) -> None:
         self.loaded: LoadedModel | None = loaded
-        self.config, self._load = config, load
+        self.writer: threading.Thread | None = None
+        self.config, self._load, self._copy = config, load, copy
+        self._copied: Callable[[], LoadedModel] | None = None
 
     @property
     def current(self) -> LoadedModel:
@@ -37,8 +44,18 @@ class WorkerModel:
         """Bytes of all weights; 0 while they are dropped."""
         return 0 if self.loaded is None else self.loaded.weight_bytes
 
-    def drop(self) -> None:
-        """Let go of the weights."""
+    def drop(self, *, copied: bool = False) -> None:
+        """Let go of the weights, once what the next `load` reads is written.
+
+        copied: the next `load` gets them from a copy, if there can be one.
+        """
+        if self.writer is not None:
+            self.writer.join()
+            self.writer = None
+        if not copied:
+            self._copied = None
+        elif self.loaded is not None:
+            self._copied = self._copy(self.loaded)
         self.loaded = None
 
     def load(self) -> None:
@@ -48,4 +65,5 @@ class WorkerModel:
             LoadError: they cannot be loaded.
         """
         if self.loaded is None:
-            self.loaded = self._load(self.config)
+            self.loaded = self._load(self.config) if self._copied is None else self._copied()
+            self._copied = None

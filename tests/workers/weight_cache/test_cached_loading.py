@@ -171,7 +171,7 @@ def test_the_second_start_has_the_bits_of_the_first(
     ):
         assert getattr(second.model, name) == getattr(first.model, name)
     assert keep_in_background(second.model, ahead, second.collective) is None
-    calls.sleep(second, 2)
+    calls.sleep(second)
     calls.wake_up(second, None)
     assert outputs(second) == outputs(first)
 

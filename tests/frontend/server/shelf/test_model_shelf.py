@@ -51,6 +51,16 @@ class FakeLoader:
         loaded.gone.cancel()
         self.log.append(f"stop {loaded.name}")
 
+    def rest(self, name: str, loaded: FakeModel) -> None:
+        assert name == loaded.name
+        self.stop(loaded)
+
+    def forget(self, name: str) -> None:
+        assert name not in self.log
+
+    def close(self) -> None:
+        assert all(not line.startswith("rest") for line in self.log)
+
     def gone(self, loaded: FakeModel) -> Future[Any]:
         return loaded.gone
 
