@@ -1,11 +1,11 @@
-"""What sleep gives back, and what a wake takes: the memory of each process awake and at each level, seconds of wakes.
+"""What sleep gives back, and what a wake takes: the memory of each process at each level, and seconds.
 
     python -m benchmarks.sleep_levels MODEL [MODEL ...] [--runs 3]
 
-The engine has generated some tokens first, so that it is as large as one in use. Memory is private to a process (USS)
-and resident (RSS, with the files of libraries, which processes share), in MiB. A wake is timed until the call returns,
-and until a request that has waited for it has its 32 tokens. Seconds are medians. Tokens after each wake are checked
-against those before.
+The engine has generated some tokens first, so that it is as large as one in use. Memory is private to a process
+(USS) and resident (RSS, with the files of libraries, which processes share), in MiB. A wake is timed until the call
+returns, and until a request that has waited for it has its 32 tokens. Seconds are medians. Tokens after each wake
+are checked against those before.
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ class EngineWiring:
                 adapters.preload(self._config.first_adapter)
         wings: list[Wing | None] = [
             engine.media,
+            engine.sleep,  # what it calls goes before what waits with the control
             engine.control,
             engine.weights,
             PromiseTimer(engine.scheduler),

@@ -105,14 +105,8 @@ class Control(Wing):
 
     @property
     def holds_steps(self) -> bool:
-        """True while no step may be launched: the workers sleep or are about to, or an action waits for the last
-        step in flight.
-        """
-        return self._sleep.holds_steps or any(not deferred.drain for deferred in self._deferred)
-
-    def check_submit(self) -> None:
-        """Refuse requests while the engine sleeps, if it is told to."""
-        self._sleep.check_submit()
+        """True while no step may be launched: an action waits for the last step in flight."""
+        return any(not deferred.drain for deferred in self._deferred)
 
     @property
     def awaits_workers(self) -> bool:
@@ -188,8 +182,7 @@ class Control(Wing):
         self.worker_lost(why, was_ready=False)
 
     def worker_ready(self, ready: Ready) -> None:
-        """Put new workers to sleep if the lost ones slept, then send the calls that have waited for them."""
-        self._sleep.worker_ready()
+        """Send the calls that have waited for them."""
         self._worker_calls.workers_ready()
 
     # ------------------------------------------------------------ methods, as `CALLS` declares them

@@ -9,19 +9,21 @@ from typing import Literal
 from pagewire.engine_core.calls.frontend_call import FrontendCall
 from pagewire.engine_core.calls.worker_calls import PendingCalls
 from pagewire.engine_core.schedule.scheduler import Scheduler
+from pagewire.engine_core.wings.wing import Wing
 from pagewire.engine_core.workers.group import Outcome, WorkerGroup
 from pagewire.engine_core.workers.supervisor import WorkerSupervisor
 from pagewire.ipc.errors import EngineAsleepError, EngineBusyError
+from pagewire.ipc.wire.worker_messages import Ready
 
 logger = logging.getLogger("pagewire.core")
 
-# What goes with each tag. The KV cache is of no use without the weights, so it is given back with them, and they are
-# taken again with it.
+# What goes with each tag. The KV cache is of no use without the weights, so it is given back with them, and they
+# are taken again with it.
 GIVEN_BACK_WITH = {"weights": {"weights", "kv_cache"}, "kv_cache": {"kv_cache"}}
 TAKEN_WITH = {"weights": {"weights"}, "kv_cache": {"weights", "kv_cache"}}
 
 
-class WorkerSleep:
+class WorkerSleep(Wing):
     """Runs the calls `sleep`, `wake_up` and `is_sleeping`.
 
     supervisor: ends the workers at level 2, and starts others. while_asleep: what becomes of new requests.
@@ -61,7 +63,9 @@ class WorkerSleep:
             EngineAsleepError: the engine sleeps, and is told to refuse them.
         """
         if self._refuses and self.asleep:
-            raise EngineAsleepError("the engine sleeps, and refuses requests until it is woken (while_asleep)")
+            raise EngineAsleepError(
+                "the engine sleeps, and refuses requests until it is woken (while_asleep)"
+            )
 
     def check_workers(self, method: str) -> None:
         """Check that there are workers, or will be, which can run a call.
@@ -72,7 +76,7 @@ class WorkerSleep:
         if self._supervisor.is_resting and not self._to_take:
             raise no_workers(method)
 
-    def worker_ready(self) -> None:
+    def worker_ready(self, ready: Ready) -> None:
         """Put new workers to sleep if the lost ones slept; what is about to be taken again they keep."""
 
         def done(outcome: Outcome) -> None:
@@ -167,4 +171,6 @@ def parts_of(method: str, tags: list[str] | None, parts: Mapping[str, set[str]])
 
 def no_workers(method: str) -> EngineAsleepError:
     """The error of a call that needs workers, after `sleep(2)`."""
-    return EngineAsleepError(f"{method}: the engine sleeps at level 2 and has no workers; wake_up comes first")
+    return EngineAsleepError(
+        f"{method}: the engine sleeps at level 2 and has no workers; wake_up comes first"
+    )

@@ -443,8 +443,8 @@ class SchedulerOptions:
     while_asleep: Literal["wait", "refuse"] = option(
         "wait",
         "Scheduler",
-        "a request that comes while the engine sleeps (`sleep`) waits until it is woken, or is refused: by the server "
-        "with status 503 and Retry-After",
+        "a request that comes while the engine sleeps (`sleep`) waits until it is woken, or is refused: by the "
+        "server with status 503 and Retry-After",
         choices=("wait", "refuse"),
     )
     structured_outputs_config: dict[str, Any] = option(

@@ -299,13 +299,13 @@ class EngineCalls(Caller):
         seconds=3600.0,  # packed weights are written first, if they still are to be
         level=Meta(ge=1, le=2, description="1: give weights and KV cache back; 2: end the workers as well"),
         tags=Meta(
-            description="what to give back at level 1: kv_cache, or weights, with which goes the cache (default: all)"
+            description="what to give back at level 1: kv_cache, or weights, and with them the cache (default: all)"
         ),
     )
     def sleep(self, level: int = 1, tags: list[str] | None = None) -> None:
-        """Give memory back: level 1 that of weights and KV cache; level 2 all that the workers have, by ending them.
+        """Give memory back: at level 1 that of weights and KV cache, at level 2 all of the workers, which end.
 
-        Of level 1, `tags` may name a part: "kv_cache", or "weights", with which the cache goes, too. Requests that
+        At level 1 `tags` may name a part: "kv_cache", or "weights", with which the cache goes, too. Requests that
         come meanwhile wait for `wake_up`, or are refused (option `while_asleep`).
 
         Raises:
@@ -326,8 +326,8 @@ class EngineCalls(Caller):
         before, nothing happens.
 
         Raises:
-            ValueError: an unknown tag. RuntimeError: the workers cannot be started, the weights not be read, or there
-                is too little memory now; it still sleeps.
+            ValueError: an unknown tag. RuntimeError: the workers cannot be started, the weights not be read, or
+                there is too little memory now; it still sleeps.
             TimeoutError: the workers have not done it within an hour, or show no progress for the time limit of a
                 step; they are replaced, and still asleep.
         """

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,14 @@ def core(server: Server) -> psutil.Process:
 
 
 def workers(server: Server) -> list[psutil.Process]:
-    """The processes that the core has started: its workers."""
-    return [child for child in core(server).children() if "pagewire.workers.process.main" in child.cmdline()]
+    """The workers that the core has started, but for one that has just ended."""
+
+    def works(child: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):  # a zombie is none, either
+            return "pagewire.workers.process.main" in child.cmdline()
+        return False
+
+    return [child for child in core(server).children() if works(child)]
 
 
 def metric(server: Server, name: str) -> float:

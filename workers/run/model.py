@@ -12,8 +12,12 @@ from pagewire.workers.network.loaded import LoadedModel
 class WorkerModel:
     """A model whose weights can be dropped.
 
-    loaded: None while they are. writer: a thread that writes them to a file; None: none does. load: loads a configuration; raises LoadError if it cannot.
-    config: what is loaded the next time. copy: copies a model elsewhere, and returns what makes it of that; or None.
+    loaded: None while they are. load: loads a configuration; raises LoadError if it cannot.
+    config: what is loaded the next time. copy: copies a model elsewhere, and returns what makes the same one of the
+        copy; None if it cannot.
+
+    Attributes:
+        writer: a thread that writes the weights to a file; None: none does.
     """
 
     def __init__(

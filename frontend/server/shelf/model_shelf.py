@@ -208,7 +208,7 @@ class ModelShelf(Generic[T]):
         for name in self.table.take_out():
             del self._tickets[name]
             self.problems.pop(name, None)
-            self._begin(self._forget(name))
+            self._begin(asyncio.to_thread(self._loader.forget, name))
         self._set_timer()
 
     def _let_in(self) -> None:
@@ -290,9 +290,6 @@ class ModelShelf(Generic[T]):
             logger.exception("model %s: its end failed", quoted(name))
         self.table.stopped(name)
         self._turn()
-
-    async def _forget(self, name: str) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._loader.forget, name)
 
     def _failed(self, name: str, error: Exception) -> None:
         logger.error("model %s did not start: %s", quoted(name), error)

@@ -49,7 +49,14 @@ def status(**values: Any) -> dict[str, Any]:
         *("uptime_s", "running", "waiting", "num_preemptions", "num_prompt_tokens", "num_output_tokens"),
         *("num_prefix_queries", "num_prefix_hits", "worker_busy_s", "worker_idle_s"),
     )
-    fixed = {"model": "demo", "num_blocks": 100, "num_free_blocks": 75, "worker_restarts": 0, "sleep_level": 0, "clients": []}
+    fixed = {
+        "model": "demo",
+        "num_blocks": 100,
+        "num_free_blocks": 75,
+        "worker_restarts": 0,
+        "sleep_level": 0,
+        "clients": [],
+    }
     fixed |= {"num_states": 0, "num_free_states": 0}
     states = {"worker_ready": True, "paused": False, "sleeping": False}
     return dict.fromkeys(names, 0) | fixed | states | values

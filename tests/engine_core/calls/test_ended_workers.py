@@ -1,4 +1,4 @@
-"""Sleep at level 2: the workers have ended, and are lost, fail or hang at each stage of their end and their start."""
+"""Sleep at level 2: workers end, and are lost, fail or hang at each stage of their end and of their start."""
 
 from __future__ import annotations
 
@@ -70,7 +70,11 @@ def test_calls_that_need_workers_are_refused(start_core: StartCore) -> None:
     core = start_core()
     frontend = attached(core)
     put_to_sleep(core, frontend)
-    for method, *args in (["collective_rpc", "echo", [5]], ["start_profile"], ["begin_weights", [["w", "F32", [4]]]]):
+    for method, *args in (
+        ["collective_rpc", "echo", [5]],
+        ["start_profile"],
+        ["begin_weights", [["w", "F32", [4]]]],
+    ):
         answer = frontend.call(method, *args)
         assert answer.error_type == "EngineAsleepError" and "wake_up comes first" in str(answer.error), answer
     assert frontend.call("wake_up").error is None
@@ -144,7 +148,9 @@ def test_a_worker_that_is_killed_while_it_starts_leaves_the_engine_asleep(
     assert frontend.status()["worker_restarts"] == 0
 
 
-def test_a_worker_that_hangs_while_it_starts_leaves_the_engine_asleep(start_core: StartCore, hang: Path) -> None:
+def test_a_worker_that_hangs_while_it_starts_leaves_the_engine_asleep(
+    start_core: StartCore, hang: Path
+) -> None:
     core = start_core()
     frontend = attached(core)
     put_to_sleep(core, frontend)

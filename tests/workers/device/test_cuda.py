@@ -522,9 +522,7 @@ def test_steps_with_prompts_are_replayed(load: Callable[..., Runner]) -> None:
 
 
 @pytest.mark.parametrize("tags", [None, ["kv_cache"]])
-def test_steps_are_recorded_again_after_a_sleep(
-    load: Callable[..., Runner], tags: list[str] | None
-) -> None:
+def test_steps_are_recorded_again_after_a_sleep(load: Callable[..., Runner], tags: list[str] | None) -> None:
     runner = load()
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 4, [GREEDY, GREEDY])
     before = [outcome(result) for result in Core(runner).run(plans)]
