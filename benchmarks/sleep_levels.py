@@ -36,6 +36,8 @@ def processes() -> Iterator[tuple[str, psutil.Process]]:
     own = psutil.Process()
     yield "frontend", own
     for process in own.children(recursive=True):
+        if process.status() == psutil.STATUS_ZOMBIE:
+            continue
         line = " ".join(process.cmdline())
         parts = {"core": "engine_core", "worker": "workers.process.main"}
         yield next((name for name, module in parts.items() if module in line), "other"), process
@@ -90,7 +92,7 @@ def measure(model: str, num_runs: int) -> None:
             began = time.perf_counter()
             llm.sleep(**arguments)  # type: ignore[arg-type]
             asleep = time.perf_counter() - began
-            while arguments["level"] == 2 and "worker" in memory():
+            while llm.llm_engine.session.call("status").result()["worker_pid"] and arguments["level"] == 2:
                 time.sleep(0.01)
             held = memory()
             seconds.append((asleep, *wake(llm, expected)))

@@ -50,8 +50,7 @@ def model_info(runner: Runner) -> dict[str, Any]:
 def sleep(runner: Runner, level: int = 1, tags: Sequence[str] | None = None) -> None:
     """Give the memory of the KV cache back, and that of the weights unless `tags` names the cache alone.
 
-    Forgets every request. level: at 1 a GPU's weights are copied to the host, where that is possible; at 2 the core
-    ends this process next.
+    Forgets every request. level: at 2 the core ends this process next.
 
     Raises:
         ValueError: an unknown tag.
@@ -59,12 +58,7 @@ def sleep(runner: Runner, level: int = 1, tags: Sequence[str] | None = None) -> 
     check_tags("sleep", tags)
     runner.free()
     if tags is None or "weights" in tags:
-        runner.drop_weights(copied=level == 1)
-    tidy(runner)
-
-
-def tidy(runner: Runner) -> None:
-    """Return to the system what was dropped."""
+        runner.drop_weights()
     gc.collect()
     runner.device.give_back()
 
@@ -111,9 +105,7 @@ def load_weights(runner: Runner, files: Sequence[WeightFile]) -> None:
     Raises:
         RuntimeError: they cannot be loaded, or there is too little memory now. LostRankError: see `together`.
     """
-    runner.free()
-    runner.drop_weights()
-    tidy(runner)
+    sleep(runner)
     runner.use_weights(files)
     wake_up(runner, None)
 

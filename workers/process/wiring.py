@@ -35,7 +35,6 @@ from pagewire.workers.run.warm_up import WarmUp
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import load
-from pagewire.workers.weight_cache.host_copy import on_host
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -121,20 +120,14 @@ def open_model(
     """
 
     def loaded(ahead: WeightsAhead, phases: Phases) -> LoadedModel:
-        return with_adapters(load(ahead, phases, device, collective))
-
-    def with_adapters(model: LoadedModel) -> LoadedModel:
+        model = load(ahead, phases, device, collective)
         adapters.attach(model, collective)
         return model
 
     def again(config: WorkerConfig) -> LoadedModel:
         return loaded(WeightsAhead(config), Phases(lambda phase, seconds: None))
 
-    def copied(model: LoadedModel) -> Callable[[], LoadedModel] | None:
-        back = on_host(model, device, collective, config.parallel)
-        return None if back is None else lambda: with_adapters(back())
-
-    return WorkerModel(loaded(ahead, phases), again, config, copied)
+    return WorkerModel(loaded(ahead, phases), again, config)
 
 
 def slots_of(config: WorkerConfig, loaded: LoadedModel, parts: EarlyParts) -> Slots:

@@ -13,24 +13,18 @@ class WorkerModel:
     """A model whose weights can be dropped.
 
     loaded: None while they are. load: loads a configuration; raises LoadError if it cannot.
-    config: what is loaded the next time. copy: copies a model elsewhere, and returns what makes the same one of the
-        copy; None if it cannot.
+    config: what is loaded the next time.
 
     Attributes:
         writer: a thread that writes the weights to a file; None: none does.
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        load: Callable[[WorkerConfig], LoadedModel],
-        config: WorkerConfig,
-        copy: Callable[[LoadedModel], Callable[[], LoadedModel] | None] = lambda loaded: None,
+        self, loaded: LoadedModel, load: Callable[[WorkerConfig], LoadedModel], config: WorkerConfig
     ) -> None:
         self.loaded: LoadedModel | None = loaded
         self.writer: threading.Thread | None = None
-        self.config, self._load, self._copy = config, load, copy
-        self._copied: Callable[[], LoadedModel] | None = None
+        self.config, self._load = config, load
 
     @property
     def current(self) -> LoadedModel:
@@ -48,18 +42,11 @@ class WorkerModel:
         """Bytes of all weights; 0 while they are dropped."""
         return 0 if self.loaded is None else self.loaded.weight_bytes
 
-    def drop(self, *, copied: bool = False) -> None:
-        """Let go of the weights, once what the next `load` reads is written.
-
-        copied: the next `load` gets them from a copy, if there can be one.
-        """
+    def drop(self) -> None:
+        """Let go of the weights, once what the next `load` reads is written."""
         if self.writer is not None:
             self.writer.join()
             self.writer = None
-        if not copied:
-            self._copied = None
-        elif self.loaded is not None:
-            self._copied = self._copy(self.loaded)
         self.loaded = None
 
     def load(self) -> None:
@@ -69,5 +56,4 @@ class WorkerModel:
             LoadError: they cannot be loaded.
         """
         if self.loaded is None:
-            self.loaded = self._load(self.config) if self._copied is None else self._copied()
-            self._copied = None
+            self.loaded = self._load(self.config)

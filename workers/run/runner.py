@@ -172,9 +172,9 @@ class Runner:
         """Give the memory for KV blocks and states back, and forget every request."""
         self.launcher.free()
 
-    def drop_weights(self, *, copied: bool = False) -> None:
-        """Let go of all weights; the KV memory must be given back before. copied: see `WorkerModel.drop`."""
-        self.weights.drop(copied=copied)
+    def drop_weights(self) -> None:
+        """Let go of all weights; the KV memory must be given back before."""
+        self.weights.drop()
         self.drafter.unload()
 
     def use_weights(self, files: Sequence[WeightFile]) -> None:
