@@ -86,6 +86,15 @@ def test_rates_are_between_two_snapshots(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (third.output_rate, third.hit_rate, third.state) == (0, None, "paused")
 
 
+def test_states_of_an_engine_and_its_workers() -> None:
+    def state(**values: Any) -> str:
+        return CoreSnapshot(0.0, status(**values), []).state
+
+    assert [state(), state(worker_ready=False)] == ["serving", "worker restarting"]
+    assert state(sleeping=True, sleep_level=1) == "asleep, level 1"
+    assert state(sleeping=True, sleep_level=2, worker_ready=False) == "asleep, level 2"
+
+
 def test_state_slots_are_shown_where_there_are_some() -> None:
     text = "KV cache 25.0% (25 of 100 blocks), prefix hits -, 0 preemptions"
     assert text in lines(CoreSnapshot(0.0, status(), []))

@@ -56,10 +56,10 @@ class FakeLoader:
         self.stop(loaded)
 
     def forget(self, name: str) -> None:
-        assert name not in self.log
+        """Nothing: none sleeps."""
 
     def close(self) -> None:
-        assert all(not line.startswith("rest") for line in self.log)
+        """Nothing: none sleeps."""
 
     def gone(self, loaded: FakeModel) -> Future[Any]:
         return loaded.gone
