@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pagewire.ipc.errors import error_text
+from pagewire.ipc.host.heap import freeze_heap
 from pagewire.ipc.wire.calls import CALLS, RunsIn
 from pagewire.ipc.wire.items import TensorForm, WeightFile
 from pagewire.workers.checkpoint import replaced
@@ -59,7 +60,8 @@ def sleep(runner: Runner, level: int = 1, tags: Sequence[str] | None = None) -> 
     runner.free()
     if tags is None or "weights" in tags:
         runner.drop_weights()
-    gc.collect()
+    gc.unfreeze()  # what was garbage when the start froze the heap may hold the weights that it read meanwhile
+    freeze_heap()
     runner.device.give_back()
 
 

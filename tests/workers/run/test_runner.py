@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -216,6 +218,25 @@ def test_sleep_gives_memory_back_and_wake_up_takes_it(
     assert runner.memory()["weights"] > 0
     call(runner, "wake_up", [], {})
     assert Driver(runner).generate(prompts, 4) == before
+
+
+def test_sleep_frees_what_was_garbage_when_the_heap_was_frozen(runner: Runner) -> None:
+    """The start freezes it while a thread reads the weights."""
+
+    class Garbage:
+        pass
+
+    held = Garbage()
+    held.__dict__["itself"] = held
+    ref = weakref.ref(held)
+    del held
+    gc.freeze()
+    try:
+        call(runner, "sleep", [1], {})
+        assert ref() is None
+    finally:
+        gc.unfreeze()
+        call(runner, "wake_up", [], {})
 
 
 @pytest.mark.parametrize(
