@@ -20,9 +20,9 @@ import zmq
 from pagewire.engine_core.clients.clients import GREETING_MS, Clients
 from pagewire.engine_core.clients.early import EarlyFrontends
 from pagewire.engine_core.engine import EngineHost
-from pagewire.engine_core.serving import Serving, check_size
+from pagewire.engine_core.serving import Serving, shortage
 from pagewire.engine_core.workers.group import WorkerGroup
-from pagewire.engine_core.workers.supervisor import WorkerSupervisor
+from pagewire.engine_core.workers.supervisor import CoreError, WorkerSupervisor
 from pagewire.ipc.errors import EngineStoppedError, error_text, received_error
 from pagewire.ipc.host.heap import freeze_heap, release_spare_memory
 from pagewire.ipc.wire import messages
@@ -228,14 +228,15 @@ class EngineCore:
                 self.serving.receive(message)
 
     def _worker_ready(self, ready: Ready) -> None:
+        serving = self.serving
+        if serving is not None and (why := shortage(ready, serving.engine.info)) is not None:
+            if not self.supervisor.is_waking:
+                raise CoreError(why)
+            return self.worker.kill(why)  # whoever wakes the engine learns why it still sleeps
         self.supervisor.ready(time.monotonic())
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
-        if (serving := self.serving) is None:
-            serving = self._begin_serving(ready)
-        else:
-            check_size(ready, serving.engine.info)
-        serving.worker_ready(ready)
+        (serving or self._begin_serving(ready)).worker_ready(ready)
 
     def _begin_serving(self, ready: Ready) -> Serving:
         """Open the engine, and attach the frontends that wait for it."""
@@ -262,10 +263,12 @@ class EngineCore:
     def _worker_lost(self) -> None:
         self._receive_from_worker()
         was_ready, failure, serving = self.worker.ready is not None, self.worker.failure, self.serving
+        was_ready = was_ready and not self.supervisor.is_waking
         why = self.worker.reap()
-        if failure is not None and failure.fatal and not (failure.lacks_memory and serving is not None):
-            raise received_error(failure.error, failure.error_type)
-        self.supervisor.plan_restart(f"the worker was lost ({why})", why, time.monotonic())
+        if not self.supervisor.has_rested(why, time.monotonic()):
+            if failure is not None and failure.fatal and not (failure.lacks_memory and serving is not None):
+                raise received_error(failure.error, failure.error_type)
+            self.supervisor.plan_restart(f"the worker was lost ({why})", why, time.monotonic())
         if serving is not None:
             serving.worker_lost(why, was_ready=was_ready)
 

@@ -182,6 +182,8 @@ class MessageIntake:
                 )
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
+            for wing in core.wings:
+                wing.check_submit()
             self._check(request)
             release = self._charge(client, request)
             try:

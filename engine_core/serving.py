@@ -7,7 +7,6 @@ import time
 from pagewire.engine_core.engine import OpenEngine
 from pagewire.engine_core.intake import AdapterNames, CallTaker, MessageIntake
 from pagewire.engine_core.workers.group import FromGroup
-from pagewire.engine_core.workers.supervisor import CoreError
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.steps import StepResult
 from pagewire.ipc.wire.worker_messages import Ready
@@ -110,15 +109,12 @@ class Serving:
             wing.start_failed(why)
 
 
-def check_size(ready: Ready, info: EngineInfo) -> None:
-    """Check that a new worker has as many blocks and state slots as the one before.
-
-    Raises:
-        CoreError: it has not.
-    """
+def shortage(ready: Ready, info: EngineInfo) -> str | None:
+    """What a new worker has less of than the one before, blocks or state slots, as text; None: nothing."""
     for name, number, needed in (
         ("KV blocks", ready.num_blocks, info.num_blocks),
         ("state slots", ready.num_states, info.num_states),
     ):
         if number < needed:
-            raise CoreError(f"not enough memory: the new worker has only {number} {name}")
+            return f"not enough memory: the new worker has only {number} {name}"
+    return None

@@ -137,6 +137,7 @@ class EngineWiring:
                 adapters.preload(self._config.first_adapter)
         wings: list[Wing | None] = [
             engine.media,
+            engine.sleep,  # what it calls goes before what waits with the control
             engine.control,
             engine.weights,
             PromiseTimer(engine.scheduler),
@@ -193,7 +194,7 @@ class EngineWiring:
             promises=promises,
             block_events=BlockEvents(clients, scheduler.kv.pool, self._publisher),
             calls=calls,
-            sleep=WorkerSleep(scheduler, worker, calls),
+            sleep=WorkerSleep(scheduler, worker, calls, host.supervisor, config.args.while_asleep),
         )
 
     def _open_scheduler(

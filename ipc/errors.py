@@ -22,6 +22,12 @@ class EngineStalledError(EngineBusyError):
     """
 
 
+class EngineAsleepError(EngineBusyError):
+    """The engine sleeps: `wake_up` comes before a call that needs its workers, and before requests if it is told to
+    refuse them meanwhile.
+    """
+
+
 class RequestError(RuntimeError):
     """The engine core ended this request with an error; other requests are not affected."""
 
@@ -130,6 +136,7 @@ ERROR_TYPES: dict[str, type[Exception]] = {
         ModelNotFoundError,
         EngineBusyError,
         EngineStalledError,
+        EngineAsleepError,
         EngineDeadError,
         RequestError,
         NotFiniteError,

@@ -76,10 +76,11 @@ class CoreSnapshot:
 
     @property
     def state(self) -> str:
-        """State of the engine: serving, paused, asleep or worker restarting."""
-        if not self.status["worker_ready"]:
+        """State of the engine: serving, paused, asleep (with its level) or worker restarting."""
+        if not self.status["worker_ready"] and self.status["sleep_level"] < 2:
             return "worker restarting"
-        return "asleep" if self.status["sleeping"] else "paused" if self.status["paused"] else "serving"
+        asleep = f"asleep, level {self.status['sleep_level']}"
+        return asleep if self.status["sleeping"] else "paused" if self.status["paused"] else "serving"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the snapshot as JSON-compatible values, for `--json`."""
@@ -142,7 +143,7 @@ def summary(snapshot: CoreSnapshot) -> Iterator[str]:
         states = f"states {100 * snapshot.state_usage:.1f}% ({num_used} of {num_states} slots), "
     yield (
         f"{printable(status['model'])}: {snapshot.state}, up {span(status['uptime_s'])}, "
-        f"worker busy {100 * snapshot.busy:.0f}%, {status['worker_starts'] - 1} restarts"
+        f"worker busy {100 * snapshot.busy:.0f}%, {status['worker_restarts']} restarts"
     )
     yield (
         f"sequences: {status['running']} running, {status['waiting']} waiting; "

@@ -105,10 +105,8 @@ class Control(Wing):
 
     @property
     def holds_steps(self) -> bool:
-        """True while no step may be launched: the workers sleep or are about to, or an action waits for the last
-        step in flight.
-        """
-        return self._sleep.holds_steps or any(not deferred.drain for deferred in self._deferred)
+        """True while no step may be launched: an action waits for the last step in flight."""
+        return any(not deferred.drain for deferred in self._deferred)
 
     @property
     def awaits_workers(self) -> bool:
@@ -130,6 +128,7 @@ class Control(Wing):
             if (method := self._methods.get(call.method)) is not None:
                 method(caller, **arguments)
             else:
+                self._sleep.check_workers(call.method)
                 self._worker_calls.call(call.method, arguments, caller.end)
         except Exception as error:  # a caller's mistake must not end the core
             caller.refuse(error)
@@ -183,8 +182,7 @@ class Control(Wing):
         self.worker_lost(why, was_ready=False)
 
     def worker_ready(self, ready: Ready) -> None:
-        """Put new workers to sleep if the lost ones slept, then send the calls that have waited for them."""
-        self._sleep.worker_ready()
+        """Send the calls that have waited for them."""
         self._worker_calls.workers_ready()
 
     # ------------------------------------------------------------ methods, as `CALLS` declares them
@@ -251,10 +249,11 @@ class Control(Wing):
         """Call a method of every worker; answers the list of results.
 
         Raises:
-            ValueError: a method in which the core takes part, such as `sleep`.
+            ValueError: a method in which the core takes part, such as `sleep`. EngineAsleepError: no workers run.
         """
         if (declared := CALLS.get(method)) is not None and declared.runs_in is RunsIn.BOTH:
             raise ValueError(f"collective_rpc: the core takes part in {method}: call {method} itself")
+        self._sleep.check_workers(method)
         self._worker_calls.call(method, kwargs or {}, caller.end, args)
 
     def check_health(self, caller: FrontendCall) -> None:

@@ -75,6 +75,8 @@ class Health(Generic[C]):
     def _examine(self, now: float) -> tuple[bool, str | None]:
         """Whether the answer is known, and the answer."""
         worker = self._core.worker
+        if self._core.supervisor.is_resting:  # it is asked to have none
+            return True, None
         if worker.ready is None:
             return True, f"the worker is starting (start number {worker.num_starts})"
         if (elapsed := self._core.supervisor.stopwatch.elapsed) is not None:

@@ -257,6 +257,7 @@ class WeightUpdates(Wing):
             known(None)
 
         try:
+            self._core.sleep.check_workers("begin_weights")
             self._core.calls.call("weight_tensors", {}, done)
         except Exception as error:
             known(error)

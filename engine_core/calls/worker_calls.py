@@ -125,6 +125,13 @@ class PendingCalls:
         for done in lost:
             done(RuntimeError(f"the worker was lost: {why}"))
 
+    def refuse_unsent(self, refusal: Callable[[str], Exception]) -> None:
+        """End the calls that wait with an error, made of the method that each calls."""
+        refused = list(self._unsent)
+        self._unsent.clear()
+        for call, done in refused:
+            done(refusal(call.method))
+
     def _send_next(self) -> None:
         if self._sent or not self._unsent or not self._workers.accepting:
             return

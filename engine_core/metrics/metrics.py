@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.media.encoder_cache import EncoderCache
-from pagewire.engine_core.metrics.reports import ReportedEngine, phases
+from pagewire.engine_core.metrics.reports import ReportedEngine, num_restarts, phases
 from pagewire.engine_core.retention.promises import PrefixPromises
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import SpeculationStats
@@ -497,6 +497,8 @@ def internals(core: MeasuredEngine) -> Iterator[Row]:
     yield gauge("pagewire:paused", text, int(core.lobby.held))
     text = "1 while the engine sleeps: the worker has released its memory."
     yield gauge("pagewire:asleep", text, int(bool(core.sleep.asleep)))
+    text = "0 while the engine is awake; 1: its workers have given memory back; 2: they have ended, or start again."
+    yield gauge("pagewire:sleep_level", text, core.sleep.level)
     text = "Requests refused on arrival, by reason: busy (queue full, or shutting down), invalid."
     for reason, number in metrics.num_refused.items():
         yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})
@@ -519,8 +521,10 @@ def internals(core: MeasuredEngine) -> Iterator[Row]:
     text = "Time each request with structured output waited for its grammar to be compiled."
     yield histogram("pagewire:grammar_time_seconds", text, metrics.grammar)
     text = "Worker processes started to replace a lost one."
-    yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)
-    text = "1 while the workers take steps; 0 while one of them starts."
+    yield counter("pagewire:worker_restarts_total", text, num_restarts(core))
+    text = "Starts of the workers because the engine was woken (sleep level 2)."
+    yield counter("pagewire:worker_wakes_total", text, core.supervisor.num_wakes)
+    text = "1 while the workers run, asleep or not; 0 while one of them starts, and at sleep level 2."
     yield gauge("pagewire:workers_ready", text, int(core.worker.ready is not None))
     text = "Time the worker spent on computing steps."
     yield counter("pagewire:worker_busy_seconds_total", text, core.steps.busy_us / 1e6)

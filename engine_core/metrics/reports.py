@@ -17,6 +17,7 @@ from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.states.state_slots import StateSlots
 from pagewire.engine_core.tiers.tier import ColdTier
 from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.engine_core.workers.supervisor import WorkerSupervisor
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.steps import Way
 
@@ -27,6 +28,10 @@ class Switches(Protocol):
     @property
     def asleep(self) -> set[str]:
         """What the workers have given back ("weights", "kv_cache")."""
+
+    @property
+    def level(self) -> int:
+        """0: awake; 1 or 2: see `WorkerSleep.level`."""
 
 
 class StepTimes(Protocol):
@@ -43,6 +48,7 @@ class ReportedEngine(Protocol):
     info: EngineInfo
     scheduler: Scheduler
     worker: WorkerGroup
+    supervisor: WorkerSupervisor
     clients: Clients
     started_at: float
     adapters: AdapterTable | None
@@ -90,11 +96,13 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "num_accepted_tokens": scheduler.speculation.stats.num_accepted,
         "worker_pid": next(iter(core.worker.pids), None),
         "worker_starts": core.worker.num_starts,
+        "worker_restarts": num_restarts(core),  # of those starts, after a loss
         "worker_busy_s": core.steps.busy_us / 1e6,
         "worker_idle_s": core.steps.idle_us / 1e6,  # while requests were unfinished
         "worker_ready": core.worker.ready is not None,
         "paused": core.lobby.held,
         "sleeping": bool(core.sleep.asleep),
+        "sleep_level": core.sleep.level,
         "weights": scheduler.sequences.weights.name,
         "clients": [
             {
@@ -108,6 +116,11 @@ def status(core: ReportedEngine) -> dict[str, Any]:
             for client in core.clients.attached.values()
         ],
     }
+
+
+def num_restarts(core: ReportedEngine) -> int:
+    """How often the workers were started in place of others that were lost."""
+    return core.worker.num_starts - 1 - core.supervisor.num_wakes
 
 
 def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:

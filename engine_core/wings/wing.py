@@ -48,6 +48,9 @@ class Wing:
 
     # ------------------------------------------------------------ requests and steps
 
+    def check_submit(self) -> None:
+        """Check that requests are taken now; else raise EngineBusyError, or a kind of it, with the reason."""
+
     def submitted(self, group: list[Sequence]) -> None:
         """Learn of a request that was taken, by its sequences."""
 

@@ -66,6 +66,10 @@ class Restarts:
             doublings = min(self._num_losses - 2, 30)
             self._pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**doublings)
 
+    def rested(self, now: float) -> None:
+        """Record that the workers have ended without a loss; the next start is due whenever it is wanted."""
+        self._lost_at, self._ready_at, self._pause = now, None, 0.0
+
     @property
     def hopeless(self) -> bool:
         """True once too many starts in a row have failed, for too long."""

@@ -31,6 +31,7 @@ from pagewire.frontend.text.stop import open_detokenizer
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import (
     AdapterCrashedWorkerError,
+    EngineAsleepError,
     EngineBusyError,
     EngineDeadError,
     EngineStalledError,
@@ -58,6 +59,7 @@ REFUSALS = {
         PermissionError,
         EngineBusyError,
         EngineStalledError,
+        EngineAsleepError,
         EngineDeadError,
         RequestCrashedEngineError,
         AdapterCrashedWorkerError,

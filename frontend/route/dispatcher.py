@@ -18,12 +18,13 @@ from pagewire.frontend.route.ledger import Ledger, Work
 from pagewire.frontend.route.members import Members
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.replica import Placement, Replica, ReplicaState
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStalledError
+from pagewire.ipc.errors import EngineAsleepError, EngineBusyError, EngineDeadError, EngineStalledError
 from pagewire.ipc.wire.block_names import split_names
 from pagewire.ipc.wire.messages import Blocks, Deltas, Request
 
 BUSY_SECONDS = 1.0  # for which a core that refuses requests, such as one that shuts down, gets none
-BUSY = (EngineBusyError.__name__, EngineStalledError.__name__)  # another core may take such a request
+# Another core may take such a request.
+BUSY = tuple(kind.__name__ for kind in (EngineBusyError, EngineStalledError, EngineAsleepError))
 
 
 class Dispatcher:

@@ -48,7 +48,7 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     elif get_origin(hint) is dict:
         group.add_argument(*names, type=json_object, metavar="JSON", **common)
     elif field.metadata["choices"]:
-        kind: type = int if isinstance(default, int) else str
+        kind: type = type(field.metadata["choices"][0])
         choices = ",".join(
             map(str, field.metadata["choices"])
         )  # `check_types` says why another value is none

@@ -472,6 +472,13 @@ class SchedulerOptions:
     max_waiting: int = option(
         100_000, "Scheduler", "maximum sequences that may wait; further requests are refused"
     )
+    while_asleep: Literal["wait", "refuse"] = option(
+        "wait",
+        "Scheduler",
+        "a request that comes while the engine sleeps (`sleep`) waits until it is woken, or is refused: by the "
+        "server with status 503 and Retry-After",
+        choices=("wait", "refuse"),
+    )
     structured_outputs_config: dict[str, Any] = option(
         None,
         "Scheduler",

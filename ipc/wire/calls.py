@@ -296,14 +296,22 @@ class EngineCalls(Caller):
 
     @remote(
         RunsIn.BOTH,
-        level=Meta(ge=1, le=2, description="1: give the KV cache back; 2: the weights as well"),
+        seconds=3600.0,  # packed weights are written first, if they still are to be
+        level=Meta(ge=1, le=2, description="1: give weights and KV cache back; 2: end the workers as well"),
+        tags=Meta(
+            description="what to give back at level 1: kv_cache, or weights, and with them the cache (default: all)"
+        ),
     )
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights as well.
+    def sleep(self, level: int = 1, tags: list[str] | None = None) -> None:
+        """Give memory back: at level 1 that of weights and KV cache, at level 2 all of the workers, which end.
+
+        At level 1 `tags` may name a part: "kv_cache", or "weights", with which the cache goes, too. Requests that
+        come meanwhile wait for `wake_up`, or are refused (option `while_asleep`).
 
         Raises:
-            ValueError: another level. EngineBusyError: requests are unfinished.
-            TimeoutError: the workers have not done it within the time limit of a step; they are replaced, awake.
+            ValueError: another level, or an unknown tag. EngineBusyError: requests are unfinished.
+            TimeoutError: the workers have not done it within an hour, or show no progress for the time limit of a
+                step; they are replaced, awake.
         """
 
     @remote(
@@ -314,10 +322,12 @@ class EngineCalls(Caller):
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory again; all of it, or what `tags` name ("weights"; "kv_cache", which takes both).
 
-        Requests run again once nothing is left to take. Without `sleep` before, nothing happens.
+        After `sleep(2)` this starts workers. Requests run again once nothing is left to take. Without `sleep`
+        before, nothing happens.
 
         Raises:
-            ValueError: an unknown tag. RuntimeError: there is too little memory now.
+            ValueError: an unknown tag. RuntimeError: the workers cannot be started, the weights not be read, or
+                there is too little memory now; it still sleeps.
             TimeoutError: the workers have not done it within an hour, or show no progress for the time limit of a
                 step; they are replaced, and still asleep.
         """

@@ -26,6 +26,7 @@ from pagewire import (
     StatLoggerBase,
 )
 from pagewire.frontend.core.stat_loggers import Stats
+from pagewire.ipc.errors import EngineAsleepError
 
 PROMPT = 'The "with" statement is used to'
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -163,12 +164,29 @@ def test_profiles_and_calls(llm: LLM, tmp_path: Path) -> None:
         llm.collective_rpc("eval", args=("1",))
 
 
-def test_sleeping_gives_the_weights_back_and_takes_them_again(llm: LLM) -> None:
-    before = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    llm.sleep(level=2)
-    assert llm.collective_rpc("memory")[0]["weights"] == 0
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=7, max_tokens=16)])
+def test_sleeping_gives_memory_back_and_takes_it_again(llm: LLM, params: SamplingParams) -> None:
+    """Tokens after each kind of sleep are those before, the drawn ones too."""
+
+    def tokens() -> list[int]:
+        return list(llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    before, process = tokens(), llm.collective_rpc("memory")[0]
+    llm.sleep(level=1)
+    asleep = llm.collective_rpc("memory")[0]
+    assert asleep["weights"] == asleep["kv_cache"] == 0 < process["weights"]
     llm.wake_up()
-    assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
+    assert tokens() == before
+    llm.sleep(level=1, tags=["kv_cache"])
+    assert llm.collective_rpc("memory")[0]["weights"] == process["weights"]
+    llm.wake_up()
+    assert tokens() == before
+    llm.sleep(level=2)
+    with pytest.raises(EngineAsleepError, match="memory: the engine sleeps at level 2"):
+        llm.collective_rpc("memory")
+    llm.wake_up(["kv_cache"])
+    llm.wake_up(["weights"])
+    assert not llm.is_sleeping() and tokens() == before
 
 
 def test_the_bar_and_a_bar_of_ones_own(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ GAUGES: dict[str, set[str]] = {
     "pagewire:frontend_requests": {"frontend", "pid", "number", "phase"},
     "pagewire:paused": set(),
     "pagewire:asleep": set(),
+    "pagewire:sleep_level": set(),
     "pagewire:workers_ready": set(),
     "pagewire:grammars_cached": set(),
 }
@@ -66,6 +67,7 @@ COUNTERS: dict[str, set[str]] = {
     "pagewire:grammar_queries_total": set(),
     "pagewire:grammar_hits_total": set(),
     "pagewire:worker_restarts_total": set(),
+    "pagewire:worker_wakes_total": set(),
     "pagewire:worker_busy_seconds_total": set(),
     "pagewire:worker_idle_seconds_total": set(),
     "pagewire:worker_steps_total": {"way"},

@@ -157,7 +157,7 @@ async def check_calls(group: AsyncLLM, order: Path) -> None:
     assert len(pids) == 2
     await group.start_profile()
     await group.stop_profile()
-    await group.sleep(2)
+    await group.sleep(1)
     assert [memory["weights"] for memory in await group.collective_rpc("memory")] == [0, 0]
     order.write_text("1 before 0")
     with pytest.raises(RuntimeError, match=r"the worker was lost: .*memory is short, as ordered \(rank 1\)"):

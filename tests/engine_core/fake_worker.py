@@ -173,7 +173,7 @@ class FakeWorker:
         if method == "asleep":
             return sorted(self.asleep)
         if method == "sleep":
-            self.asleep |= {"weights", "kv_cache"} if kwargs["level"] == 2 else {"kv_cache"}
+            self.asleep |= {"kv_cache"} if kwargs["tags"] == ["kv_cache"] else {"weights", "kv_cache"}
         elif method == "wake_up":
             self.asleep -= {"weights"}
             if kwargs["tags"] is None or "kv_cache" in kwargs["tags"]:

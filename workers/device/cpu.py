@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.kernels.cpu.tensors import DTYPES
@@ -146,7 +147,8 @@ class CpuDevice:
         return kv_budget(config, available, step_bytes(config, loaded.vocab_size))
 
     def give_back(self) -> None:
-        """Nothing to do: the system has it already."""
+        """See `Device.give_back`: what malloc has kept; all else the system has already."""
+        release_spare_memory()
 
     def memory(self) -> dict[str, int]:
         """See `Device.memory`."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pagewire.ipc.errors import error_text
+from pagewire.ipc.host.heap import freeze_heap
 from pagewire.ipc.wire.calls import CALLS, RunsIn
 from pagewire.ipc.wire.items import TensorForm, WeightFile
 from pagewire.workers.checkpoint import replaced
@@ -47,12 +48,20 @@ def model_info(runner: Runner) -> dict[str, Any]:
     }
 
 
-def sleep(runner: Runner, level: int) -> None:
-    """Give memory back: level 1 the KV cache, level 2 the weights as well. Forgets every request."""
+def sleep(runner: Runner, level: int = 1, tags: Sequence[str] | None = None) -> None:
+    """Give the memory of the KV cache back, and that of the weights unless `tags` names the cache alone.
+
+    Forgets every request. level: at 2 the core ends this process next.
+
+    Raises:
+        ValueError: an unknown tag.
+    """
+    check_tags("sleep", tags)
     runner.free()
-    if level == 2:
+    if tags is None or "weights" in tags:
         runner.drop_weights()
-    gc.collect()
+    gc.unfreeze()  # what was garbage when the start froze the heap may hold the weights that it read meanwhile
+    freeze_heap()
     runner.device.give_back()
 
 
@@ -63,17 +72,26 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
         ValueError: an unknown tag. RuntimeError: the model cannot be loaded, or there is too little memory now.
         LostRankError: see `together`.
     """
-    if unknown := set(tags or ()) - {"weights", "kv_cache"}:
-        raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
+    check_tags("wake_up", tags)
     try:
         with together(runner.collective):
             runner.load_weights()
-        if not (runner.caches or runner.states) and (tags is None or "kv_cache" in tags):
+        if not runner.kv.is_taken and (tags is None or "kv_cache" in tags):
             allocate_kv(runner)
             with together(runner.collective):
                 runner.warm_up()
     except LoadError as error:  # not the caller's mistake, as a ValueError would be
         raise RuntimeError(str(error)) from error
+
+
+def check_tags(method: str, tags: Sequence[str] | None) -> None:
+    """Check what names parts of a worker's memory.
+
+    Raises:
+        ValueError: an unknown tag.
+    """
+    if unknown := set(tags or ()) - {"weights", "kv_cache"}:
+        raise ValueError(f"{method} knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
 
 
 def weight_tensors(runner: Runner) -> list[TensorForm]:
@@ -89,7 +107,7 @@ def load_weights(runner: Runner, files: Sequence[WeightFile]) -> None:
     Raises:
         RuntimeError: they cannot be loaded, or there is too little memory now. LostRankError: see `together`.
     """
-    sleep(runner, 2)
+    sleep(runner)
     runner.use_weights(files)
     wake_up(runner, None)
 

@@ -321,7 +321,7 @@ def start(
         runner, ready = open_runner(config, report, ahead, collective, connection.wake)
     ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
-    keep_in_background(runner.model, ahead, runner.collective)
+    runner.weights.writer = keep_in_background(runner.model, ahead, runner.collective)
     return runner
 
 

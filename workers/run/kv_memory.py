@@ -27,7 +27,7 @@ class KVMemory:
     loaded: the model, or the same one loaded earlier. block_size: tokens of a KV block.
 
     Attributes:
-        caches, states: of the model's layers; empty while their memory is given back.
+        is_taken: there is memory. caches, states: of the model's layers; empty while their memory is given back.
         block_bytes: of a KV block, the drafter's part included. state_bytes: of a state slot.
     """
 
@@ -38,6 +38,7 @@ class KVMemory:
         self.state_bytes = state_bytes(loaded.state_shapes)
         self.caches: list[Cache] = []
         self.states: list[Tensor] = []
+        self.is_taken = False
         self._num_populated = 0  # blocks, from the first on, whose pages were taken from the system
 
     @property
@@ -56,9 +57,19 @@ class KVMemory:
             self._drafter.allocate(size.num_blocks)
             self.caches = loaded.allocate(size.num_blocks, self._block_size, self._device)
             self.states = allocate_states(loaded.state_shapes, size.num_states, self._device)
+            self.is_taken = True
         except OSError as error:
             needed = size.num_blocks * self.block_bytes + size.num_states * self.state_bytes
             raise LoadError(f"cannot allocate {needed} bytes of KV memory: {error}") from error
+
+    def check_taken(self) -> None:
+        """Check that steps have memory to write to.
+
+        Raises:
+            RuntimeError: it is given back, because the worker sleeps.
+        """
+        if not self.is_taken:
+            raise RuntimeError("the worker is asleep and its KV memory is given back: call wake_up first")
 
     def populate(self, num_used: int) -> Iterator[None]:
         """Take the pages behind the first `num_used` blocks from the system: `AHEAD_BYTES`, a few with each `next`.
@@ -85,7 +96,7 @@ class KVMemory:
 
     def let_go(self) -> None:
         """Give the memory of the model's layers back."""
-        self.caches, self.states = [], []
+        self.caches, self.states, self.is_taken = [], [], False
         self._num_populated = 0
 
     def free(self) -> None:

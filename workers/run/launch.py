@@ -86,9 +86,13 @@ class StepLauncher:
         """Launch the model for a plan. Tokens that the previous step still samples are taken from the device.
 
         quiet: a plan of several steps goes on only as long as this is so; None: it is.
+
+        Raises:
+            RuntimeError: the worker sleeps: its weights are dropped, or its KV memory is given back.
         """
         env = self.env
         model = env.model.current.model
+        self.kv.check_taken()
         env.slots.apply(plan, with_tokens=not model.is_last)
         encoder_begin = env.device.record_event() if plan.encodes else None
         env.parts.media.apply(plan)

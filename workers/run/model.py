@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from pagewire.ipc.wire.worker_messages import WorkerConfig
@@ -13,12 +14,16 @@ class WorkerModel:
 
     loaded: None while they are. load: loads a configuration; raises LoadError if it cannot.
     config: what is loaded the next time.
+
+    Attributes:
+        writer: a thread that writes the weights to a file; None: none does.
     """
 
     def __init__(
         self, loaded: LoadedModel, load: Callable[[WorkerConfig], LoadedModel], config: WorkerConfig
     ) -> None:
         self.loaded: LoadedModel | None = loaded
+        self.writer: threading.Thread | None = None
         self.config, self._load = config, load
 
     @property
@@ -38,7 +43,10 @@ class WorkerModel:
         return 0 if self.loaded is None else self.loaded.weight_bytes
 
     def drop(self) -> None:
-        """Let go of the weights."""
+        """Let go of the weights, once what the next `load` reads is written."""
+        if self.writer is not None:
+            self.writer.join()
+            self.writer = None
         self.loaded = None
 
     def load(self) -> None:

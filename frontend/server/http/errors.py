@@ -11,6 +11,7 @@ import msgspec
 
 from pagewire.ipc.errors import (
     AdapterCrashedWorkerError,
+    EngineAsleepError,
     EngineBusyError,
     EngineDeadError,
     EngineStalledError,
@@ -102,6 +103,8 @@ def api_error(error: BaseException, names: FieldNames = AS_THEY_ARE) -> APIError
         return names(error)
     if isinstance(error, EngineStalledError):
         return APIError(503, str(error), code="engine_stalled", headers={"retry-after": str(RETRY_SECONDS)})
+    if isinstance(error, EngineAsleepError):
+        return APIError(503, str(error), code="engine_asleep", headers={"retry-after": str(RETRY_SECONDS)})
     if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
         return APIError(503, NO_ROOM, code="server_busy", headers={"retry-after": str(RETRY_SECONDS)})
     if isinstance(error, EngineBusyError):

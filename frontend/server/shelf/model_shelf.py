@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -54,6 +54,15 @@ class ModelLoader(Protocol[T]):
 
     def stop(self, loaded: T) -> None:
         """End a model, and wait until its processes have ended."""
+
+    def rest(self, name: str, loaded: T) -> None:
+        """End a model whose requests have ended, or let it sleep until the next `start`."""
+
+    def forget(self, name: str) -> None:
+        """End a model that sleeps, if it does: it will not be started again."""
+
+    def close(self) -> None:
+        """End all models that sleep."""
 
     def gone(self, loaded: T) -> Future[Any]:
         """Done when the model is lost; cancelled when it was stopped."""
@@ -129,7 +138,8 @@ class ModelShelf(Generic[T]):
         loop = asyncio.get_running_loop()
         models, self.loaded = list(self.loaded.values()), {}
         await asyncio.gather(
-            *(loop.run_in_executor(self._threads, self._loader.stop, model) for model in models)
+            loop.run_in_executor(self._threads, self._loader.close),
+            *(loop.run_in_executor(self._threads, self._loader.stop, model) for model in models),
         )
         self._threads.shutdown()
 
@@ -198,6 +208,7 @@ class ModelShelf(Generic[T]):
         for name in self.table.take_out():
             del self._tickets[name]
             self.problems.pop(name, None)
+            self._begin(asyncio.to_thread(self._loader.forget, name))
         self._set_timer()
 
     def _let_in(self) -> None:
@@ -220,7 +231,11 @@ class ModelShelf(Generic[T]):
             ActionKind.START: self._start,
             ActionKind.STOP: self._stop,
         }
-        task = asyncio.get_running_loop().create_task(steps[kind](name))
+        self._begin(steps[kind](name))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in a task, for which `close` waits."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -267,8 +282,10 @@ class ModelShelf(Generic[T]):
     async def _stop(self, name: str) -> None:
         logger.info("model %s: stopping", quoted(name))
         model = self.loaded.pop(name)
+        leaves = self.table.entries[name].leaves
+        end = partial(self._loader.stop, model) if leaves else partial(self._loader.rest, name, model)
         try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._loader.stop, model)
+            await asyncio.get_running_loop().run_in_executor(self._threads, end)
         except Exception:
             logger.exception("model %s: its end failed", quoted(name))
         self.table.stopped(name)

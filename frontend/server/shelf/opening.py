@@ -40,7 +40,7 @@ def open_shelf(
     there = {} if pulled is None else {one.name: one for one in pulled_models() if one.name not in models}
     if pulled is not None:
         models = {**models, **{name: pulled(name) for name in there}}
-    loader = EngineLoader(models, own, estimate)
+    loader = EngineLoader(models, own, estimate, shelf_options.idle_sleep_level)
     table = ShelfTable(models, shelf_options.pin, capacity, idle)
     shelf = ModelShelf(table, loader, shelf_options.while_starting == "wait")
     services = ShelvedServices(shelf, loader, options)

@@ -37,6 +37,13 @@ class ShelfOptions:
         "seconds after which a model that no request uses is ended; the next request for it starts it again "
         "(default: it ends only when another one needs its memory)",
     )
+    idle_sleep_level: int | None = option(
+        None,
+        "On demand",
+        "a model that is ended for another one or for --idle-sleep sleeps at this level instead, and wakes at "
+        "the next request: 1 keeps its processes without their weights, 2 only its core (default: nothing is kept)",
+        choices=(1, 2),
+    )
     fit: bool = option(
         False,
         "On demand",

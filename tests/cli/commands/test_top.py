@@ -49,7 +49,14 @@ def status(**values: Any) -> dict[str, Any]:
         *("uptime_s", "running", "waiting", "num_preemptions", "num_prompt_tokens", "num_output_tokens"),
         *("num_prefix_queries", "num_prefix_hits", "worker_busy_s", "worker_idle_s"),
     )
-    fixed = {"model": "demo", "num_blocks": 100, "num_free_blocks": 75, "worker_starts": 1, "clients": []}
+    fixed = {
+        "model": "demo",
+        "num_blocks": 100,
+        "num_free_blocks": 75,
+        "worker_restarts": 0,
+        "sleep_level": 0,
+        "clients": [],
+    }
     fixed |= {"num_states": 0, "num_free_states": 0}
     states = {"worker_ready": True, "paused": False, "sleeping": False}
     return dict.fromkeys(names, 0) | fixed | states | values
@@ -77,6 +84,15 @@ def test_rates_are_between_two_snapshots(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (second.prompt_rate, second.output_rate, second.busy, second.hit_rate) == (25, 10, 0.5, 0.25)
     third = CoreSnapshot.after(second, second.status | {"paused": True}, [])
     assert (third.output_rate, third.hit_rate, third.state) == (0, None, "paused")
+
+
+def test_states_of_an_engine_and_its_workers() -> None:
+    def state(**values: Any) -> str:
+        return CoreSnapshot(0.0, status(**values), []).state
+
+    assert [state(), state(worker_ready=False)] == ["serving", "worker restarting"]
+    assert state(sleeping=True, sleep_level=1) == "asleep, level 1"
+    assert state(sleeping=True, sleep_level=2, worker_ready=False) == "asleep, level 2"
 
 
 def test_state_slots_are_shown_where_there_are_some() -> None:

@@ -54,13 +54,15 @@ def test_the_engine_sleeps_until_all_is_taken_again(
         assert frontend.call("is_sleeping").result is sleeping
     frontend.finish((1, 0))
     assert frontend.outputs[1, 0] == roll_out([1, 1], 8) and asleep(frontend) == [[]]
-    assert frontend.status()["worker_starts"] == 1
+    assert frontend.status()["worker_starts"] == level, "at level 2 the worker has ended"
 
 
 def test_deeper_sleep_adds_to_the_lighter(start_core: Callable[..., RunningCore]) -> None:
     frontend = attached(start_core())
-    for level in (1, 2, 1):
-        assert frontend.call("sleep", level).error is None
+    assert frontend.call("sleep", 1, ["kv_cache"]).error is None
+    assert asleep(frontend) == [["kv_cache"]]
+    for tags in (None, ["kv_cache"]):
+        assert frontend.call("sleep", 1, tags).error is None
     assert asleep(frontend) == [["kv_cache", "weights"]]
     assert frontend.call("wake_up", ["weights"]).error is None and asleep(frontend) == [["kv_cache"]]
     assert frontend.call("wake_up", ["kv_cache"]).error is None
@@ -75,6 +77,18 @@ def test_sleeping_forgets_cached_prefixes(start_core: Callable[..., RunningCore]
         frontend.finish((key, 0))
         assert frontend.call("sleep").error is None and frontend.call("wake_up").error is None
         assert frontend.ends[key, 0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("tags", [["lunch"], []])
+def test_what_cannot_be_given_back_is_refused(
+    start_core: Callable[..., RunningCore], tags: list[str]
+) -> None:
+    frontend = attached(start_core())
+    answer = frontend.call("sleep", 1, tags)
+    assert answer.error_type == "ValueError" and "sleep: tags must name weights, kv_cache" in answer.error
+    answer = frontend.call("sleep", 2, ["weights"])
+    assert answer.error_type == "ValueError" and "level 2 ends the workers" in answer.error
+    assert frontend.call("is_sleeping").result is False
 
 
 @pytest.mark.parametrize("tags", [["lunch"], ["weights", "lunch"], []])
@@ -92,30 +106,37 @@ def test_unknown_tags_are_refused(
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(
-    ("level", "tags", "left"),
-    [(1, None, ["kv_cache"]), (2, None, ["kv_cache", "weights"]), (2, ["weights"], ["kv_cache"])],
+    ("sleep", "tags", "left"),
+    [
+        ([1, ["kv_cache"]], None, ["kv_cache"]),
+        ([1], None, ["kv_cache", "weights"]),
+        ([1], ["weights"], ["kv_cache"]),
+        ([2], ["weights"], ["kv_cache"]),
+    ],
 )
 def test_a_worker_that_dies_asleep_is_replaced_by_one_that_sleeps(
     start_core: Callable[..., RunningCore],
-    level: int,
+    sleep: list[object],
     tags: list[str] | None,
     left: list[str],
     num_workers: int,
 ) -> None:
     core = start_core(num_workers=num_workers)
     frontend = attached(core)
-    assert frontend.call("sleep", level).error is None
+    assert frontend.call("sleep", *sleep).error is None
     if tags is not None:
         assert frontend.call("wake_up", tags).error is None
+    starts = frontend.status()["worker_starts"]
     os.kill(core.workers.pids[-1], signal.SIGKILL)
-    frontend.wait_for_start(2)
+    frontend.wait_for_start(starts + 1)
     assert asleep(frontend) == [left] * num_workers
     assert frontend.call("is_sleeping").result is True
     frontend.submit(1, [1, 1])
     assert frontend.call("wake_up").error is None
     frontend.finish((1, 0))
     assert frontend.outputs[1, 0] == roll_out([1, 1], 8)
-    assert frontend.status()["worker_starts"] == 2
+    assert frontend.status()["worker_starts"] == starts + 1
+    assert frontend.status()["worker_restarts"] == 1
 
 
 def test_the_engine_sleeps_only_once_the_worker_has_agreed(start_core: Callable[..., RunningCore]) -> None:
@@ -135,18 +156,19 @@ def test_the_engine_sleeps_only_once_the_worker_has_agreed(start_core: Callable[
     assert frontend.status()["worker_starts"] == 1
 
 
-def test_calls_overtake_each_other_nowhere(start_core: Callable[..., RunningCore]) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+def test_calls_overtake_each_other_nowhere(start_core: Callable[..., RunningCore], level: int) -> None:
     core = start_core()
     frontend = attached(core)
     os.kill(core.workers.pids[0], signal.SIGSTOP)
-    frontend.begin_call(7, "sleep")
+    frontend.begin_call(7, "sleep", level)
     frontend.begin_call(8, "wake_up")
     assert frontend.call("is_sleeping").result is False
     os.kill(core.workers.pids[0], signal.SIGCONT)
     assert [frontend.answer().call_id for _ in range(2)] == [7, 8]
     assert frontend.call("is_sleeping").result is False
     assert_runs(frontend, 1)
-    assert frontend.status()["worker_starts"] == 1
+    assert frontend.status()["worker_starts"] == level
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

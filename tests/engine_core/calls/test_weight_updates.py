@@ -322,6 +322,16 @@ def test_sleeping_engines_are_woken_first(start: Callable[..., RunningCore], tmp
     assert_runs(frontend, 1, tensors(1), "1")
 
 
+def test_workers_that_are_woken_have_the_weights_of_the_last_update(
+    start: Callable[..., RunningCore], tmp_path: Path
+) -> None:
+    frontend = attached(start())
+    assert frontend.call("update_weights", write(tmp_path / "1.safetensors", tensors(1))).result == "1"
+    assert frontend.call("sleep", 2).error is None and frontend.call("wake_up").error is None
+    assert frontend.status()["worker_starts"] == 2
+    assert_runs(frontend, 1, tensors(1), "1")
+
+
 def test_control_is_needed(start: Callable[..., RunningCore], tmp_path: Path) -> None:
     rights = tmp_path / "rights.yaml"
     rights.write_text("default: [read, generate, events]")

@@ -291,7 +291,7 @@ def test_a_call_that_is_not_answered_in_time_leaves_the_engine_as_it_was(
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        ("sleep", "sleep has not returned within 0.3 s"),
+        ("sleep", "sleep has shown no progress for 0.3 s"),
         ("wake_up", "wake_up has shown no progress for 0.3 s"),
     ],
 )

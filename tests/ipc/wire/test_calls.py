@@ -37,7 +37,10 @@ def test_every_face_has_every_call_as_it_is_declared(name: str) -> None:
 
 
 def test_signatures_are_those_of_ordinary_methods() -> None:
-    assert str(inspect.signature(LLM.sleep)) == "(self, level: 'int' = 1) -> 'None'"
+    assert (
+        str(inspect.signature(LLM.sleep))
+        == "(self, level: 'int' = 1, tags: 'list[str] | None' = None) -> 'None'"
+    )
 
 
 def test_the_core_has_the_calls_it_runs_with_the_arguments_that_are_sent() -> None:
@@ -65,7 +68,12 @@ def test_arguments_are_sent_by_position_with_their_defaults() -> None:
     calls.sleep(level=2)
     calls.wake_up(("weights",))  # type: ignore[arg-type]
     calls.pause_generation(clear_cache=False)
-    assert calls.sent == [("sleep", 1), ("sleep", 2), ("wake_up", ["weights"]), ("pause", False, False)]
+    assert calls.sent == [
+        ("sleep", 1, None),
+        ("sleep", 2, None),
+        ("wake_up", ["weights"]),
+        ("pause", False, False),
+    ]
     calls = Recorder([7])
     assert calls.collective_rpc("ping", 5.0, (1,)) == [7]
     assert calls.sent == [("collective_rpc", "ping", (1,), None)]  # no timeout
@@ -76,7 +84,7 @@ def test_arguments_are_sent_by_position_with_their_defaults() -> None:
     [
         ("sleep", (3,), ValueError, "sleep: level must be 1 or 2, got 3"),
         ("sleep", (True,), TypeError, "sleep: level: expected `int`, got `bool`"),
-        ("sleep", (1, 2), TypeError, "sleep: too many positional arguments"),
+        ("sleep", (1, None, 2), TypeError, "sleep: too many positional arguments"),
         ("wake_up", ("weights",), TypeError, "wake_up: tags: expected `array"),
         ("wake_up", ([1],), TypeError, "wake_up: tags: expected `str`, got `int`"),
         ("collective_rpc", (), TypeError, "collective_rpc: missing a required argument: 'method'"),

@@ -522,12 +522,12 @@ def test_steps_with_prompts_are_replayed(load: Callable[..., Runner]) -> None:
     check_recorded(recorded, num_recorded=6, num_replayed=4, num_starts=2)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_steps_are_recorded_again_after_a_sleep(load: Callable[..., Runner], level: int) -> None:
+@pytest.mark.parametrize("tags", [None, ["kv_cache"]])
+def test_steps_are_recorded_again_after_a_sleep(load: Callable[..., Runner], tags: list[str] | None) -> None:
     runner = load()
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 4, [GREEDY, GREEDY])
     before = [outcome(result) for result in Core(runner).run(plans)]
-    call(runner, "sleep", [level], {})
+    call(runner, "sleep", [1, tags], {})
     assert runner.graphs is None and not runner.caches
     call(runner, "wake_up", [], {})
     assert [outcome(result) for result in Core(runner).run(plans)] == before

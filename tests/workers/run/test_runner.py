@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -202,25 +204,61 @@ def test_methods(runner: Runner) -> None:
         call(runner, "rm", [], {})
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleep_gives_memory_back_and_wake_up_takes_it(runner: Runner, level: int) -> None:
+@pytest.mark.parametrize(("tags", "keeps"), [(None, False), (["weights"], False), (["kv_cache"], True)])
+def test_sleep_gives_memory_back_and_wake_up_takes_it(
+    runner: Runner, tags: list[str] | None, keeps: bool
+) -> None:
     prompts = make_prompts(VOCAB_SIZE)
     before = Driver(runner).generate(prompts, 4)
-    call(runner, "sleep", [level], {})
+    call(runner, "sleep", [1, tags], {})
     asleep = call(runner, "memory", [], {})
     assert asleep["kv_cache"] == 0
-    assert (asleep["weights"] == 0) == (level == 2)
+    assert (asleep["weights"] > 0) == keeps
     call(runner, "wake_up", [["weights"]], {})
     assert runner.memory()["weights"] > 0
     call(runner, "wake_up", [], {})
     assert Driver(runner).generate(prompts, 4) == before
 
 
+def test_sleep_frees_what_was_garbage_when_the_heap_was_frozen(runner: Runner) -> None:
+    """The start freezes it while a thread reads the weights."""
+
+    class Garbage:
+        pass
+
+    held = Garbage()
+    held.__dict__["itself"] = held
+    ref = weakref.ref(held)
+    del held
+    gc.freeze()
+    try:
+        call(runner, "sleep", [1], {})
+        assert ref() is None
+    finally:
+        gc.unfreeze()
+        call(runner, "wake_up", [], {})
+
+
+@pytest.mark.parametrize(
+    ("tags", "missing"), [(["weights"], "weights are dropped"), (["kv_cache"], "KV memory is given back")]
+)
+def test_no_step_runs_on_what_is_not_there(runner: Runner, tags: list[str], missing: str) -> None:
+    prompts = make_prompts(VOCAB_SIZE)
+    before = Driver(runner).generate(prompts, 4)
+    call(runner, "sleep", [1, tags], {})
+    with pytest.raises(RuntimeError, match=f"{missing}.*: call wake_up first"):
+        Driver(runner).generate(prompts, 1)
+    call(runner, "wake_up", [["kv_cache"]], {})
+    call(runner, "wake_up", [["weights"]], {})
+    assert Driver(runner).generate(prompts, 4) == before
+
+
 def test_sleep_levels_and_tags_are_checked(runner: Runner) -> None:
     with pytest.raises(ValueError, match="level must be 1 or 2"):
         call(runner, "sleep", [3], {})
-    with pytest.raises(ValueError, match="not lunch"):
-        call(runner, "wake_up", [["lunch"]], {})
+    for method, args in (("sleep", [1, ["lunch"]]), ("wake_up", [["lunch"]])):
+        with pytest.raises(ValueError, match=f"{method} knows .* not lunch"):
+            call(runner, method, args, {})
     with pytest.raises(TypeError, match="sleep: level: expected `int`, got `str`"):
         call(runner, "sleep", ["1"], {})
     with pytest.raises(TypeError, match="ping: too many"):

@@ -177,18 +177,18 @@ def test_no_drafts_beyond_the_longest_sequence(llama: Path, small: Path, oracle:
     oracle.check(sequence.proposals)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("tags", [None, ["kv_cache"]])
 def test_sleep_includes_the_drafter(
-    llama: Path, small: Path, plain: Runner, oracle: DraftOracle, level: int
+    llama: Path, small: Path, plain: Runner, oracle: DraftOracle, tags: list[str] | None
 ) -> None:
     runner = runner_with(llama, small)
     full = runner.memory()
     assert runner.block_bytes > plain.block_bytes and runner.weight_bytes > plain.weight_bytes
     assert full["kv_cache"] == 64 * runner.block_bytes + runner.drafter.spare_bytes
     assert runner.ready().bytes_per_block == runner.block_bytes
-    call(runner, "sleep", [level], {})
+    call(runner, "sleep", [1, tags], {})
     asleep = runner.memory()
-    assert asleep["kv_cache"] == 0 and (asleep["weights"] == 0) == (level == 2)
+    assert asleep["kv_cache"] == 0 and (asleep["weights"] == 0) == (tags is None)
     call(runner, "wake_up", [None], {})
     assert {name: runner.memory()[name] for name in ("weights", "kv_cache")} == {
         name: full[name] for name in ("weights", "kv_cache")

@@ -171,9 +171,35 @@ def test_the_second_start_has_the_bits_of_the_first(
     ):
         assert getattr(second.model, name) == getattr(first.model, name)
     assert keep_in_background(second.model, ahead, second.collective) is None
-    calls.sleep(second, 2)
+    calls.sleep(second)
     calls.wake_up(second, None)
     assert outputs(second) == outputs(first)
+
+
+def test_a_sleep_waits_until_the_weights_are_written_that_its_wake_reads(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, ahead = start(model)
+    before = outputs(first)
+    begun, goes_on = threading.Event(), threading.Event()
+    write_file = file.write
+
+    def held(*args: Any) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        write_file(*args)
+
+    monkeypatch.setattr(file, "write", held)
+    first.weights.writer = keep_in_background(first.model, ahead, first.collective)
+    assert begun.wait(60)
+    sleeper = threading.Thread(target=calls.sleep, args=(first,))
+    sleeper.start()
+    goes_on.set()
+    sleeper.join()
+    assert first.weight_bytes == 0 and len(list(weight_folder().glob("*.weights"))) == 1
+    without_transformers(monkeypatch)
+    calls.wake_up(first, None)
+    assert outputs(first) == before
 
 
 def test_heads_with_norms_and_tied_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

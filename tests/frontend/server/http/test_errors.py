@@ -230,6 +230,7 @@ def test_paths_and_methods(client: Client) -> None:
     [
         ("EngineBusyError", 429),
         ("EngineStalledError", 503),
+        ("EngineAsleepError", 503),
         ("PermissionError", 403),
         ("ValueError", 400),
         ("TypeError", 400),

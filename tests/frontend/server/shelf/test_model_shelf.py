@@ -51,6 +51,16 @@ class FakeLoader:
         loaded.gone.cancel()
         self.log.append(f"stop {loaded.name}")
 
+    def rest(self, name: str, loaded: FakeModel) -> None:
+        assert name == loaded.name
+        self.stop(loaded)
+
+    def forget(self, name: str) -> None:
+        """Nothing: none sleeps."""
+
+    def close(self) -> None:
+        """Nothing: none sleeps."""
+
     def gone(self, loaded: FakeModel) -> Future[Any]:
         return loaded.gone
 
