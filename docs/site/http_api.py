@@ -42,7 +42,7 @@ def document() -> dict[str, Any]:
     service = MagicMock()  # routes read its options only; the rest is for requests
     service.options = ServerOptions(api_key=["key"], enable_admin=True)
     routes = [route for module in MODULES for route in module.routes(service)]
-    return openapi.document(routes, service.options)
+    return openapi.openapi_document(routes, service.options)
 
 
 def markdown() -> str:

@@ -45,7 +45,7 @@ class RequiredCalls(JSONCalls):
 
 
 def arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a function's arguments, whose objects are `closed`."""
+    """Return the JSON schema of a function's arguments, with its objects closed, see `close_schema`."""
     return close_schema({"type": "object", **(function.get("parameters") or {})})
 
 

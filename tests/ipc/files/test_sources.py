@@ -150,7 +150,7 @@ def test_a_file_that_changes_meanwhile(
         bucket.files[file.path] = b"[]"
         fetch(store, blobs, file)
 
-    monkeypatch.setattr(s3, "fetch", changing)
+    monkeypatch.setattr(s3, "fetch_object", changing)
     with pytest.raises(ModelNotFoundError, match="a file has changed meanwhile: start again"):
         model_folder("s3://bucket/models/tiny", cache_dir=str(tmp_path))
 

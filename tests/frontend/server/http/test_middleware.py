@@ -135,7 +135,7 @@ def test_admin(serve: Callable[..., Client], core: FakeCore) -> None:
     assert calls == [
         ("pause", True, True),
         ("resume",),
-        ("sleep", 2),
+        ("sleep", 2, None),
         ("wake_up", ["weights", "kv_cache"]),
         ("is_sleeping",),
         ("reset_prefix_cache", False),

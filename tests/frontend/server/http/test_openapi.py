@@ -64,6 +64,6 @@ def test_it_has_the_bounds_of_parameters(serve: Callable[..., Client]) -> None:
     for kind in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
         fields = document["components"]["schemas"][kind]["properties"]
         assert {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0} in fields["top_p"]["anyOf"], kind
-    level, model = document["paths"]["/sleep"]["post"]["parameters"]
-    assert (level["name"], model["name"]) == ("level", "model")
+    level, tags, model = document["paths"]["/sleep"]["post"]["parameters"]
+    assert [each["name"] for each in (level, tags, model)] == ["level", "tags", "model"]
     assert level["schema"] == {"type": "integer", "minimum": 1, "maximum": 2}
