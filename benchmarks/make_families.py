@@ -28,12 +28,20 @@ COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 WINDOWS = {"sliding_window": 512}
+GEMMA_4 = {
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4,
+    "global_head_dim": 128,
+    "num_kv_shared_layers": 8,
+    "hidden_size_per_layer_input": 64,
+    "vocab_size_per_layer_input": 32000,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "cohere": ("cohere", {}),
     "exaone4": ("exaone4", WINDOWS | {"sliding_window_pattern": 4}),
     "gemma2": ("gemma2", WINDOWS | {"query_pre_attn_scalar": 64}),
     "gemma3": ("gemma3_text", WINDOWS | {"query_pre_attn_scalar": 64}),
+    "gemma4": ("gemma4_text", WINDOWS | GEMMA_4),
     "glm4": ("glm4", {}),
     "granite": ("granite", {"attention_multiplier": 0.125, "residual_multiplier": 0.5}),
     "olmo2": ("olmo2", {}),

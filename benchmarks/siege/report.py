@@ -177,7 +177,9 @@ class Report:
         lines.append(
             f"processor time that went to others than the siege: {self.watcher.others:.0%} of the machine"
         )
-        lines.append(f"workers killed: {len(self.watcher.kills)}; processes for jobs: {self.watcher.num_jobs}")
+        lines.append(
+            f"workers killed: {len(self.watcher.kills)}; processes for jobs: {self.watcher.num_jobs}"
+        )
         failures = self.failures
         lines += [f"FAILED: {failure}" for failure in failures] or ["withstood"]
         if failures and self.log.at_failure:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.engine_core.states.state_slots import StateSlots
+from pagewire.engine_core.tenants.accounts import Account, Accounts
+from pagewire.engine_core.tenants.waiting import WaitingQueue
 from pagewire.engine_core.tiers.costs import ReadCosts
 from pagewire.engine_core.tiers.reads import PrefixReads
 from pagewire.ipc.wire.items import Prompt
@@ -57,7 +59,7 @@ def run(
     )
     groups = [StateSlots(num_states, block_size, 2 * block_size)] if num_states else []
     reads = PrefixReads(ReadCosts(block_size), on_disk=False, preemption="swap")
-    scheduler = Scheduler(config, None, reads, groups)
+    scheduler = Scheduler(config, WaitingQueue("fcfs", Accounts(1 << 30)), None, reads, groups)
     reads.swap.open(*runner.tier.swap_size)
     scheduler.kv.pool.evicted = []
     for group in groups:
@@ -66,7 +68,15 @@ def run(
     tokens: list[list[int]] = [[] for _ in prompts]
     for key, prompt in enumerate(prompts):
         submitted = Request(key, str(key), Prompt(prompt), params, seed=0)
-        for sequence in sequences(submitted, b"test", key, 0.0, max_model_len=64, share_prefixes=True):
+        for sequence in sequences(
+            submitted,
+            b"test",
+            key,
+            0.0,
+            max_model_len=64,
+            share_prefixes=True,
+            tenant=Account(b"test"),
+        ):
             scheduler.add(sequence)
     launched: deque[StepPlan] = deque()
     while scheduler.num_unfinished or launched:
