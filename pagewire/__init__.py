@@ -195,7 +195,8 @@ class _AbsentNames:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name.startswith(f"{__name__}."):
+        # Where a part of pagewire itself is missing, its name is not looked up in what that part would have.
+        if name.startswith(f"{__name__}.") and not name.startswith(f"{__name__}.ipc"):
             from pagewire.ipc.compatibility import NAMES
 
             if (absent := NAMES.get(name)) is not None:

@@ -11,19 +11,26 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagewire.kernels.native.cache import cache_folder
-
 # OpenMP threads spin while they wait, unless the policy is passive. Several test processes share the processors, so
 # spinning threads take time from working ones. OpenMP reads the variable when torch is imported, which is later.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Where no cache can be made, as without a home directory, each engine would compile the kernels anew.
-try:
-    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-except OSError:
-    # Processes of tests inherit it from the one that starts them.
-    os.environ["PAGEWIRE_CACHE_ROOT"] = tempfile.mkdtemp(prefix="pagewire-cache-")
-    atexit.register(shutil.rmtree, os.environ["PAGEWIRE_CACHE_ROOT"], True)
+
+def have_cache() -> None:
+    """Take a temporary cache where none can be made, as without a home directory: each engine would compile the
+    kernels anew. Processes of tests inherit it from the one that starts them."""
+    try:
+        from pagewire.kernels.native.cache import cache_folder
+    except ModuleNotFoundError:  # an environment of clients, whose servers run in another one
+        return
+    try:
+        cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        os.environ["PAGEWIRE_CACHE_ROOT"] = tempfile.mkdtemp(prefix="pagewire-cache-")
+        atexit.register(shutil.rmtree, os.environ["PAGEWIRE_CACHE_ROOT"], True)
+
+
+have_cache()
 
 # A job in the background of a shell ignores Ctrl-C, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -244,3 +244,16 @@ def test_no_folder_is_a_top_level_module(tmp_path: Path) -> None:
     """Some libraries look for an optional package called `kernels`."""
     bare = sorted({*FOLDERS, "tests", "benchmarks"} - {"pagewire"})
     assert run_python(FIND_ALL, *bare, "pagewire", cwd=tmp_path).split() == ["pagewire"]
+
+
+def test_a_package_that_lacks_its_parts_says_so(tmp_path: Path) -> None:
+    """As where its folder lies in the search path, but it is not installed."""
+    package = tmp_path / "pagewire"
+    package.mkdir()
+    (package / "__init__.py").write_bytes((ROOT / "pagewire" / "__init__.py").read_bytes())
+    program = "import pagewire.kernels"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: No module named 'pagewire.")
