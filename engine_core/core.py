@@ -232,7 +232,7 @@ class EngineCore:
         if serving is not None and (why := shortage(ready, serving.engine.info)) is not None:
             if not self.supervisor.is_waking:
                 raise CoreError(why)
-            return self.worker.kill(why)  # whoever wakes the engine learns why it still sleeps
+            return self.worker.kill(why)  # the call `wake_up` gets this as its error
         self.supervisor.ready(time.monotonic())
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)

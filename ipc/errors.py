@@ -23,8 +23,9 @@ class EngineStalledError(EngineBusyError):
 
 
 class EngineAsleepError(EngineBusyError):
-    """The engine sleeps: `wake_up` comes before a call that needs its workers, and before requests if it is told to
-    refuse them meanwhile.
+    """The engine sleeps. Call `wake_up` before a call that needs its workers.
+
+    Requests get this error, too, if the engine was started with `while_asleep="refuse"`; else they wait.
     """
 
 

@@ -100,7 +100,7 @@ def num_before(own: int, num_tenants: int, total: int) -> int:
 
 
 def share_of(limit: int, total: int, own: int, quarters: int = 2) -> int:
-    """The most of `limit` that one of several may have: so many quarters of what the others leave.
+    """The largest part of `limit` that one of several users may hold: `quarters` quarters of what the others leave.
 
     total: what all have. own: what it has of that. All together never exceed the limit, and a new one finds room.
     """

@@ -1,4 +1,4 @@
-"""Suspicion of what may crash a process: counted by whoever sees the crash, for requests and adapters alike.
+"""Counts of crashes, which say whether a request, a sequence or an adapter may be the cause.
 
 Whatever was in flight when a process crashed may be the cause. After some crashes it is suspect: it runs alone from
 then on, so that the next crash says whether it was. Then it is guilty, and not tried again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MIN_BLOCKS = 4  # a message to the worker and back costs more than computing less
 WEIGHT = 0.2  # of the newest measurement
-RETRY = 16  # one of so many prefixes that would be computed is read all the same, to measure reading again
+RETRY = 16  # every so many prefixes that would be computed one is read, so that reading is measured again
 
 
 class ReadCosts:

@@ -36,7 +36,7 @@ class SwapSpace:
         return len(self._blocks.named) / max(1, len(self._blocks))
 
     def open(self, num_blocks: int, num_states: int) -> None:
-        """Have so many places, all of them empty, because new workers have them; none is pinned."""
+        """Begin with this many empty places: new workers have allocated them, and nothing reads from one yet."""
         self._blocks, self._states = BlockPool(num_blocks), BlockPool(num_states)
 
     def take(self, block: BlockOut) -> SwapCopy | None:

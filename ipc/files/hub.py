@@ -128,10 +128,39 @@ def model_folder(
         raise ModelNotFoundError(f"no model folder {name}")
     if load_format == "gguf":
         raise ModelNotFoundError(f"name the GGUF file, too: {name}/file.gguf")
-    weights = [] if tokenizer_only else WEIGHT_FILES[load_format]
-    own = weights if tokenizer_only else weights + POOLING_FILES
-    patterns = TOKENIZER_FILES + own + (CODE_FILES if trust_remote_code else [])
-    ignored = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns)
+    return download_folder(
+        name,
+        revision,
+        token,
+        cache_dir,
+        None if tokenizer_only else WEIGHT_FILES[load_format],
+        [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns),
+        load_format=load_format,
+        with_code=trust_remote_code,
+    )
+
+
+def download_folder(
+    name: str,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | None,
+    weights: list[str] | None,
+    ignored: list[str],
+    *,
+    load_format: str,
+    with_code: bool,
+) -> Path:
+    """The folder of a repository of the hub, or of s3://: its tokenizer, its configuration, its weights.
+
+    weights: patterns of their files; None: the tokenizer alone. ignored: patterns of files not to download.
+    with_code: download Python files as well.
+
+    Raises:
+        ModelNotFoundError: it lacks the model or these weights, denies access, or is unreachable.
+    """
+    own = [] if weights is None else weights + POOLING_FILES
+    patterns = TOKENIZER_FILES + own + (CODE_FILES if with_code else [])
     folder = download(name, patterns, revision, token, cache_dir, [*ignored, *DOUBLED_FILES])
     if weights and not any(folder.glob(weights[0])):
         raise ModelNotFoundError(

@@ -418,7 +418,7 @@ def compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) -> 
 
 
 def _matrices(layer: Layer, linears: Mapping[str, Linear]) -> dict[str, ctypes.Structure]:
-    """Those of a layer's linear layers that are not parts of what it has for latents, or of its mixer."""
+    """The layer's linear layers as structs, by name. Its latents and its mixer have structs of their own."""
     latents = () if layer.latents is None else layer.latents.linears()
     own = {name for name in linears if name in latents or name.startswith(MIXER)}
     return {name: matrix(linear) for name, linear in linears.items() if name not in own}
