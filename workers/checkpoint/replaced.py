@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from pagewire.ipc.files.model_configs import read_configs
 from pagewire.ipc.files.weight_files import state_of
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.quantization import settings_of
@@ -13,6 +13,7 @@ from pagewire.ipc.wire.items import TensorForm, WeightFile
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.headers import FLOATS, WITHOUT_HEADERS, safetensors_header, weight_files
 from pagewire.workers.errors import LoadError
+from pagewire.workers.module.configuration import runs_repository_code
 
 
 def check_unchanged(files: Iterable[WeightFile]) -> None:
@@ -44,13 +45,13 @@ def files_of(config: WorkerConfig) -> list[Path] | None:
     return [*weight_files(Path(config.model_path)), *(Path(file.path) for file in config.weights)]
 
 
-def replaceable(config: WorkerConfig, model: Any) -> list[TensorForm]:
-    """The tensors of a checkpoint that others can replace. model: its configuration.
+def replaceable(config: WorkerConfig) -> list[TensorForm]:
+    """The tensors of a checkpoint that others can replace.
 
     Raises:
         ValueError: none can; the text says why.
     """
-    if (why := reason_against(config, model)) is not None:
+    if (why := reason_against(config)) is not None:
         raise ValueError(f"update_weights: {why}")
     tensors = (
         tensor for path in weight_files(Path(config.model_path)) for tensor in safetensors_header(path)
@@ -62,15 +63,20 @@ def replaceable(config: WorkerConfig, model: Any) -> list[TensorForm]:
     ]
 
 
-def reason_against(config: WorkerConfig, model: Any) -> str | None:
-    """Why the weights of a model stay as they are; None if they can be replaced."""
+def reason_against(config: WorkerConfig) -> str | None:
+    """Why the weights of a model stay as they are; None if they can be replaced.
+
+    It reads config.json and not transformers' configuration: a worker that has read packed weights has not imported
+    transformers, and while it did all streams would stand still for seconds.
+    """
     if is_gguf(config.model_path):
         return "a GGUF file names its weights otherwise; serve the model from safetensors files"
     if config.load_format in WITHOUT_HEADERS:
         return f"load_format {config.load_format!r} has no safetensors files whose tensors could be replaced"
-    if settings_of(config.model_path, vars(model)) is not None:
+    values = read_configs(Path(config.model_path), config.trust_remote_code)[0] | config.hf_overrides
+    if settings_of(config.model_path, values) is not None:
         return "the checkpoint is quantised; serve the plain one, with the option quantization if need be"
-    if getattr(model, "auto_map", None):
+    if runs_repository_code(values, config.trust_remote_code):
         return "transformers reads the weights of models with code of their own"
     if config.lora is not None:
         return "adapters that are in memory may be made of the present weights; start without enable_lora"

@@ -13,7 +13,6 @@ from pagewire.ipc.wire.calls import CALLS, RunsIn
 from pagewire.ipc.wire.items import TensorForm, WeightFile
 from pagewire.workers.checkpoint import replaced
 from pagewire.workers.errors import LoadError, LostRankError
-from pagewire.workers.module.configuration import load_config
 from pagewire.workers.network import sharded_state
 from pagewire.workers.ranks.agreement import all_have
 from pagewire.workers.ranks.interface import Collective
@@ -96,7 +95,7 @@ def check_tags(method: str, tags: Sequence[str] | None) -> None:
 
 def weight_tensors(runner: Runner) -> list[TensorForm]:
     """The tensors of the checkpoint that `load_weights` can replace; see `replaced.replaceable`."""
-    return replaced.replaceable(runner.config, load_config(runner.config))
+    return replaced.replaceable(runner.config)
 
 
 def load_weights(runner: Runner, files: Sequence[WeightFile]) -> None:

@@ -14,6 +14,7 @@ from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.workers.errors import LostRankError
 from pagewire.workers.process.calls import call
 from pagewire.workers.run.runner import Runner
+from tests.test_imports import run_python
 from tests.workers.architectures import GROUPED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parallel.threads import Rank, run_ranks
@@ -127,28 +128,32 @@ def test_what_can_be_replaced(llama: Path, runner: Runner) -> None:
 
 
 def test_what_cannot(llama: Path, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_code = {"auto_map": {"AutoModel": "own.Own"}, "model_type": "own"}
     for fields, text in [
         ({"load_format": "dummy"}, "load_format 'dummy' has no safetensors files"),
         ({"model_path": str(tmp_path / "model.gguf")}, "a GGUF file names its weights otherwise"),
         ({"lora": LoRAConfig()}, "start without enable_lora"),
         ({"media": True}, "what encodes pictures and sound is not read again"),
+        ({"hf_overrides": {"quantization_config": {"quant_method": "gptq"}}}, "the checkpoint is quantised"),
+        ({"hf_overrides": own_code, "trust_remote_code": True}, "models with code of their own"),
     ]:
         with monkeypatch.context() as patch:
             for name, value in fields.items():
                 patch.setattr(runner.config, name, value)
-            patch.setattr("pagewire.workers.process.calls.load_config", lambda config: GROUPED_CONFIG)
-            with pytest.raises(ValueError, match=f"update_weights: .*{text}"):
-                call(runner, "weight_tensors", [], {})
-    for name, value, text in [
-        ("quantization_config", {"quant_method": "gptq"}, "the checkpoint is quantised"),
-        ("auto_map", {"AutoModel": "own.Own"}, "models with code of their own"),
-    ]:
-        model = Architecture("llama", GROUPED).config()
-        setattr(model, name, value)
-        with monkeypatch.context() as patch:
-            patch.setattr("pagewire.workers.process.calls.load_config", lambda config, model=model: model)
             with pytest.raises(ValueError, match=f"update_weights: .*{text}"):
                 call(runner, "weight_tensors", [], {})
 
 
-GROUPED_CONFIG = Architecture("llama", GROUPED).config()
+SAYS_WHAT_CAN_BE_REPLACED = """
+import sys
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.workers.checkpoint.replaced import replaceable
+
+print(len(replaceable(WorkerConfig(model_path=sys.argv[1]))), "transformers" in sys.modules)
+"""
+
+
+def test_what_can_be_replaced_is_said_without_transformers(llama: Path, tmp_path: Path) -> None:
+    """A worker of packed weights has not imported it, and streams would wait for seconds while it did."""
+    printed = run_python(SAYS_WHAT_CAN_BE_REPLACED, str(llama), cwd=tmp_path)
+    assert printed.split() == [str(len(load_file(llama / WEIGHTS))), "False"]
