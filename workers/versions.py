@@ -1,6 +1,7 @@
 """Where versions of transformers differ, from the lowest that is served (pyproject.toml) to the tested one.
 
-An entry can go as soon as the lowest version needs it no more.
+A model that the installed version lacks may run code of its repository. An entry can go as soon as the lowest
+version needs it no more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pagewire.ipc.models import architectures
+from pagewire.ipc.models.registrations import model_path
 from pagewire.workers.errors import LoadError
 
 SINCE = {
@@ -101,3 +104,27 @@ def rotary_positions(rotary: nn.Module, positions: Tensor) -> Tensor:
     if sections is None or transformers_version() >= (5, 19):
         return positions
     return positions.expand(len(sections), 1, -1)
+
+
+def runs_repository_code(values: Mapping[str, Any], trust_remote_code: bool) -> bool:
+    """True if a model runs the code of its repository: this is trusted, and nothing else serves the model.
+
+    values: the content of its config.json, as `read_configs` returns it: a family that is served has no code in it.
+    """
+    return (
+        trust_remote_code and "auto_map" in values and model_path(values) is None and not _is_native(values)
+    )
+
+
+def _is_native(values: Mapping[str, Any]) -> bool:
+    """True if this version of transformers has the type of a model, and the class that its config.json names.
+
+    A class of another name is the repository's own, whatever type of model it says that it is.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if values.get("model_type") not in CONFIG_MAPPING or needs_later_version(values):
+        return False
+    name = (values.get("architectures") or [None])[0]
+    return name is None or name in architectures.REWARD or name in dir(transformers)

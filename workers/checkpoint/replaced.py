@@ -13,7 +13,7 @@ from pagewire.ipc.wire.items import TensorForm, WeightFile
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.headers import FLOATS, WITHOUT_HEADERS, safetensors_header, weight_files
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.configuration import runs_repository_code
+from pagewire.workers.versions import runs_repository_code
 
 
 def check_unchanged(files: Iterable[WeightFile]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,6 @@ from pagewire.ipc.counts import check_counts
 from pagewire.ipc.files.hub import read_json
 from pagewire.ipc.files.model_configs import read_configs, read_foreign
 from pagewire.ipc.gguf.file import is_gguf
-from pagewire.ipc.models import architectures
-from pagewire.ipc.models.registrations import model_path
 from pagewire.ipc.positions import MAX_POSITIONS, too_long
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.library import expected_isa
@@ -26,7 +24,7 @@ from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
 from pagewire.workers.module.structure import DEFAULT_POSITIONS, NUM_EXPERTS, WINDOWS
-from pagewire.workers.versions import INDEXED_KINDS, check_model_type, needs_later_version
+from pagewire.workers.versions import INDEXED_KINDS, check_model_type, runs_repository_code
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -91,30 +89,6 @@ def load_config(worker_config: WorkerConfig) -> Any:
     except Exception as error:
         source = "the metadata" if is_file else "config.json"
         raise LoadError(f"{source} of {worker_config.model_path} cannot be used: {error}") from error
-
-
-def runs_repository_code(values: Mapping[str, Any], trust_remote_code: bool) -> bool:
-    """True if a model runs the code of its repository: this is trusted, and nothing else serves the model.
-
-    values: the content of its config.json, as `read_configs` returns it: a family that is served has no code in it.
-    """
-    return (
-        trust_remote_code and "auto_map" in values and model_path(values) is None and not _is_native(values)
-    )
-
-
-def _is_native(values: Mapping[str, Any]) -> bool:
-    """True if this version of transformers has the type of a model, and the class that its config.json names.
-
-    A class of another name is the repository's own, whatever type of model it says that it is.
-    """
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if values.get("model_type") not in CONFIG_MAPPING or needs_later_version(values):
-        return False
-    name = (values.get("architectures") or [None])[0]
-    return name is None or name in architectures.REWARD or name in dir(transformers)
 
 
 def log_code(worker_config: WorkerConfig, config: Any) -> None:
