@@ -17,23 +17,34 @@ from dataclasses import dataclass
 class Part:
     """Targets of the Makefile, and the paths after whose change they run.
 
-    counts_new: a file that is new counts, too.
+    counts_new: a file that is new counts, too. pins: the packages whose lines of constraints.txt count, as a
+    regular expression; None: no package's do, unless the file is among the paths.
     """
 
     targets: tuple[str, ...]
     paths: tuple[str, ...]
     counts_new: bool = True
+    pins: str | None = None
 
     def is_touched(self, base: str) -> bool:
-        """True if one of the paths has changed since the commit `base`."""
+        """True if one of the paths or of the pins has changed since the commit `base`."""
         new = () if self.counts_new else ("--diff-filter=a",)
-        command = ["git", "diff", "--quiet", *new, base, "HEAD", "--", *self.paths]
-        code = subprocess.run(command, check=False).returncode
-        if code > 1:
-            raise RuntimeError(f"git diff ended with {code}")
-        return code == 1
+        if changed(base, *new, "--", *self.paths):
+            return True
+        return self.pins is not None and changed(base, f"-G^({self.pins})", "--", PINS)
 
 
+def changed(base: str, *arguments: str) -> bool:
+    """True if `git diff` with these arguments names a file."""
+    command = ["git", "diff", "--name-only", base, "HEAD", *arguments]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise RuntimeError(f"git diff ended with {done.returncode}")
+    return bool(done.stdout)
+
+
+PINS = "constraints.txt"
+CUDA_PACKAGES = "cupy|nvidia"
 CUDA_BENCHMARKS = ("benchmarks/gpu", "benchmarks/gpu_all.sh", "benchmarks/kernels")
 CUDA_SOURCES = ("kernels/cuda/*.cu*", *(f"kernels/cuda/{name}.py" for name in ("compile", "cubin", "source")))
 CUDA_VARIANTS = ("tests/kernels/cuda/variants.txt", "tests/kernels/cuda/test_compile.py")
@@ -52,12 +63,13 @@ PARTS = (
     # Every variant of the CUDA kernels, by both generations of the compiler. A new source counts once one of its
     # kernels is in the list.
     Part(
-        ("test-cuda12", "test-cuda13"), (*CUDA_SOURCES, *CUDA_VARIANTS, "constraints.txt"), counts_new=False
+        ("test-cuda12", "test-cuda13"), (*CUDA_SOURCES, *CUDA_VARIANTS), counts_new=False, pins=CUDA_PACKAGES
     ),
     # Faults planted in the CUDA kernels.
     Part(
         ("test-cuda-faults",),
-        ("kernels/cuda", "tests/kernels/cuda", "workers/device", "workers/sample", "constraints.txt"),
+        ("kernels/cuda", "tests/kernels/cuda", "workers/device", "workers/sample"),
+        pins=f"{CUDA_PACKAGES}|torch==",
     ),
     # Every architecture on the emulated GPU.
     Part(

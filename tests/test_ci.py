@@ -69,10 +69,10 @@ def test_a_change_runs_what_it_touches(tmp_path: Path, monkeypatch: pytest.Monke
     settings = ("-c", "user.name=a", "-c", "user.email=a@b")
     git("init", "-q", at=tmp_path)
 
-    def commit(name: str) -> str:
+    def commit(name: str, line: str = "line") -> str:
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{file.read_text() if file.exists() else ''}line\n")
+        file.write_text(f"{file.read_text() if file.exists() else ''}{line}\n")
         git("add", "-A", at=tmp_path)
         git(*settings, "commit", "-q", "-m", name, at=tmp_path)
         return git("rev-parse", "HEAD", at=tmp_path).strip()
@@ -88,5 +88,10 @@ def test_a_change_runs_what_it_touches(tmp_path: Path, monkeypatch: pytest.Monke
     third = commit("docs/a.md")
     commit("kernels/cpu/a.cpp")
     assert parts.targets(third) == ["test-sets", "test-cuda"]
+    fourth = commit("setup.txt")
+    fifth = commit(parts.PINS, "aiohttp==1.0")
+    assert "test-oldest" in parts.targets(fourth) and "test-cuda12" not in parts.targets(fourth)
+    commit(parts.PINS, "nvidia-cuda-nvrtc==1.0")
+    assert {"test-cuda12", "test-cuda13", "test-cuda-faults"} <= set(parts.targets(fifth))
     with pytest.raises(RuntimeError, match="git diff"):
         parts.targets("no-such-commit")
